@@ -1,0 +1,32 @@
+PYTHON ?= python3
+CONFIG ?= serve_config.yaml
+PY := .venv/bin/python
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | column -ts'|'
+
+setup:  ## make .venv from the lock (PYTHON=python3.12 for another interpreter)
+	@$(PYTHON) scripts/setup.py
+
+model: setup
+	@$(PY) -m app.model
+
+serve: model  ## start the fleet on this machine (CONFIG=serve_config.yaml), ctrl-C ends it
+	@exec $(PY) scripts/serve.py $(CONFIG)
+
+check: setup  ## ruff and mypy
+	$(PY) -m ruff check . && $(PY) -m mypy
+
+test: model check  ## checks and all tests but the slow ones (<= 15 minutes on two cores)
+	$(PY) -m pytest -m "not slow"
+
+test-slow: model  ## soaks and validations
+	$(PY) -m pytest -m slow
+
+bench: model  ## BENCH=name runs a measurement, without it lists them
+	$(PY) -m loadgen bench $(BENCH)
+
+clean:  ## remove .venv, caches and results; the converted model stays in the user's cache
+	rm -rf .venv build results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.PHONY: help setup model serve check test test-slow bench clean

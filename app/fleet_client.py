@@ -1,0 +1,317 @@
+"""vLLM's EngineClient over the fleet: what the OpenAI serving classes call instead of a local engine.
+
+One detokenizer, one stop-string window and one log-probability state live here per client sequence, for the whole
+life of the stream, whichever replicas it runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from copy import copy
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from app.errors import FleetError, NoReplicaAvailable, Overloaded, RequestTimeout, record_early
+from app.streams import Failover, Stream, run_stream
+from app.vllm_compat import (
+    EngineClient,
+    EngineCoreRequest,
+    GracefulHTTPError,
+    InputProcessor,
+    OutputProcessor,
+    ParentRequest,
+    RequestOutput,
+    RequestOutputCollector,
+    SamplingParams,
+    VLLMClientError,
+    extract_prompt_components,
+    renderer_from_config,
+)
+from deployments.delta_link import DeltaReceiver
+from deployments.token_codec import to_engine_output
+from deployments.wire import Delta
+
+logger = logging.getLogger(__name__)
+
+
+class FleetEngineClient(EngineClient):
+    """Tokenised requests in, detokenised outputs out; the engines are elsewhere.
+
+    `handle` is the Serve handle of the engine replicas, `host` the address that replicas reach this process at,
+    `has_replica` says whether routing has any replica now, `observe(prompt, output)` gets finished lengths (tokens),
+    `max_queued` bounds the sequences of this ingress that wait for their first token (429 beyond), `timeout_s` the
+    life of a request (None: no bound).
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        handle: DeploymentHandle,
+        host: str,
+        *,
+        has_replica: Callable[[], bool],
+        observe: Callable[[int, int], None],
+        failover: Failover,
+        max_queued: int,
+        timeout_s: float | None,
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False, stream_interval=1)
+        self._collectors: dict[str, RequestOutputCollector] = {}
+        self._streams: dict[str, Stream] = {}
+        self._handle = handle
+        self._receiver = DeltaReceiver(host, self._on_deltas)
+        self._has_replica = has_replica
+        self._observe = observe
+        self._failover = failover
+        self._max_queued = max_queued
+        self._timeout_s = timeout_s
+        self._queued: set[str] = set()  # sequences without a token yet
+        self._first_tokens = _Rate()
+
+    # What the serving layer asks before it starts a response
+
+    is_running = property(lambda self: True)
+    is_stopped = property(lambda self: False)
+    errored = property(lambda self: False)
+    dead_error = property(lambda self: NoReplicaAvailable("the fleet is down", retry_after=5))
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Refuse up front what cannot be served: 503 without any replica, 429 beyond `max_queued` waiting sequences."""
+        error: FleetError | None = None
+        if not self._has_replica():
+            error = NoReplicaAvailable("no engine replica can take requests now; try again later", retry_after=5)
+        elif (excess := len(self._queued) + n - self._max_queued) > 0:
+            wait = self._first_tokens.seconds_for(excess)
+            error = Overloaded(
+                f"{len(self._queued)} requests wait for their first token, the limit is {self._max_queued} "
+                f"(ingress.max_queued_requests); try again in {wait} s",
+                retry_after=wait,
+            )
+        if error is not None:
+            record_early(error)
+            raise error
+
+    # Generation
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Any = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one request (n sequences) on the fleet; closing or cancelling the generator aborts all of them.
+
+        Raises VLLMClientError for bad input (400), Overloaded (429), NoReplicaAvailable and ReplicaLost (503).
+        """
+        rids: list[str] = []
+        internal_id = None
+        yielded = False
+        deadline = None if self._timeout_s is None else asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            request = self.input_processor.process_inputs(
+                request_id,
+                prompt,
+                sampling_params,
+                supported_tasks=("generate",),
+                lora_request=lora_request,
+                tokenization_kwargs=tokenization_kwargs,
+                trace_headers=trace_headers,
+                priority=priority,
+                session_id=session_id,
+            )
+            text, _, _ = extract_prompt_components(self.model_config, prompt)
+            self.input_processor.assign_request_id(request)
+            internal_id = request.request_id
+            collector = RequestOutputCollector(sampling_params.output_kind, internal_id)
+            for index, (child, parent) in enumerate(_children(request)):
+                rids.append(child.request_id)
+                self._outputs.add_request(child, text, parent, index, collector)
+                self._collectors[child.request_id] = collector
+                self._start(
+                    Stream(
+                        rid=child.request_id,
+                        prompt=child.prompt_token_ids,
+                        params=child.sampling_params,
+                        arrival=request.arrival_time,
+                        priority=priority,
+                        cache_salt=child.cache_salt,
+                        trace=dict(trace_headers) if trace_headers else None,
+                        reasoning_ended=reasoning_ended,
+                        reasoning_parser_kwargs=reasoning_parser_kwargs,
+                    )
+                )
+            finished = False
+            while not finished:
+                output = collector.get_nowait()
+                if output is None:
+                    async with asyncio.timeout_at(deadline):
+                        output = await collector.get()
+                finished = output.finished
+                yield output
+                yielded = True
+        except TimeoutError:
+            error = RequestTimeout(f"the request took longer than {self._timeout_s:g} s (ingress.request_timeout_s)")
+            if not yielded:
+                record_early(error)
+            raise error from None
+        except Exception as error:
+            if not yielded:
+                record_early(error)
+            if not isinstance(error, (VLLMClientError, GracefulHTTPError, ValueError, TypeError)):
+                logger.exception("request %s failed", request_id)
+            raise
+        finally:
+            self._end(rids)
+            if internal_id is not None:
+                self._outputs.abort_requests((internal_id,), internal=True)
+
+    def _start(self, stream: Stream) -> None:
+        self._streams[stream.rid] = stream
+        self._queued.add(stream.rid)
+        stream.task = asyncio.get_running_loop().create_task(
+            run_stream(stream, self._handle, self._receiver.endpoint, self._failover, self._fail)
+        )
+
+    def _fail(self, stream: Stream, error: Exception) -> None:
+        self._streams.pop(stream.rid, None)
+        self._queued.discard(stream.rid)
+        if (collector := self._collectors.get(stream.rid)) is not None:
+            collector.put(error)
+
+    def _end(self, rids: Iterable[str]) -> None:
+        """Forget sequences; those still running are aborted on their replicas."""
+        for rid in rids:
+            self._collectors.pop(rid, None)
+            self._queued.discard(rid)
+            if (stream := self._streams.pop(rid, None)) is not None and stream.task is not None:
+                stream.task.cancel()
+
+    def _on_deltas(self, deltas: list[Delta]) -> None:
+        """One frame of the link: at most one engine step of one replica."""
+        outputs = []
+        for delta in deltas:
+            stream = self._streams.get(delta.rid)
+            if stream is None:
+                continue
+            first = not stream.delivered
+            if not stream.accept(delta.epoch, delta.start, delta.token_ids):
+                continue
+            outputs.append(to_engine_output(delta, first))
+            if first:
+                self._queued.discard(delta.rid)
+                self._first_tokens.count()
+            if delta.finish_reason is not None:
+                self._finish(stream)
+        if not outputs:
+            return
+        for rid in self._outputs.process_outputs(outputs).reqs_to_abort:  # a stop string was found
+            if (stream := self._streams.get(rid)) is not None:
+                self._finish(stream)
+                if stream.task is not None:
+                    stream.task.cancel()
+
+    def _finish(self, stream: Stream) -> None:
+        del self._streams[stream.rid]
+        stream.finished.set()
+        self._observe(len(stream.prompt), len(stream.delivered))
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Abort requests by their external ids."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._end(self._outputs.abort_requests(ids, internal=False))
+
+    def close(self) -> None:
+        """Stop listening for tokens; running sequences are aborted."""
+        self._end(list(self._streams))
+        self._receiver.close()
+
+    # The rest of the interface
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Text generation only."""
+        return ("generate",)
+
+    async def is_tracing_enabled(self) -> bool:
+        """Trace headers are passed through to the engines."""
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Engines log their own statistics."""
+
+    async def check_health(self) -> None:
+        """The gate answers health; a fleet client is never sick by itself."""
+
+    async def reset_mm_cache(self) -> None:
+        """Nothing is cached here."""
+
+    async def is_sleeping(self) -> bool:
+        """Replicas do not sleep."""
+        return False
+
+    async def is_paused(self) -> bool:
+        """Replicas are not paused."""
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Same as `close`."""
+        self.close()
+
+    async def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """Pooling models are not served."""
+        raise NotImplementedError("pooling models are not served by this fleet")
+        yield
+
+    async def _not_here(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("this belongs to one engine; a fleet's ingress cannot do it")
+
+    notify_kv_transfer_request_rejected = start_profile = stop_profile = reset_encoder_cache = _not_here
+    reset_prefix_cache = sleep = release_kv_cache_memory = wake_up = add_lora = _not_here
+    pause_generation = resume_generation = _not_here
+
+
+def _children(request: EngineCoreRequest) -> Iterable[tuple[EngineCoreRequest, ParentRequest | None]]:
+    """The n sequences of a request, as vLLM's AsyncLLM fans them out."""
+    if request.sampling_params.n == 1:
+        yield request, None
+        return
+    parent = ParentRequest(request)
+    for index in range(request.sampling_params.n):
+        child = copy(request)
+        child.request_id, child.sampling_params = parent.get_child_info(index)
+        yield child, parent
+
+
+class _Rate:
+    """How fast sequences get their first token: an exponential average of the gap between two, in seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._gap = 1.0
+
+    def count(self) -> None:
+        now = time.monotonic()
+        self._gap += 0.1 * (now - self._last - self._gap)
+        self._last = now
+
+    def seconds_for(self, sequences: int) -> int:
+        """Whole seconds until so many sequences have left the queue at this rate, 1 to 60."""
+        return max(1, min(60, round(self._gap * sequences + 0.5)))

@@ -1,0 +1,200 @@
+"""ASGI wrapper around vLLM's app: what may be reached, how large it may be, and which status a failure gets."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from app.errors import BodyTooLarge, FleetError, MethodNotAllowed, RouteNotFound, early_error, error_body
+from app.vllm_compat import openai_error
+
+logger = logging.getLogger("tidegate.access")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+#: The public API: path template -> methods. Everything else is 404, whatever vLLM's app would answer.
+ROUTES: dict[str, tuple[str, ...]] = {
+    "/v1/chat/completions": ("POST",),
+    "/v1/completions": ("POST",),
+    "/v1/responses": ("POST",),
+    "/v1/responses/{id}": ("GET",),
+    "/v1/responses/{id}/cancel": ("POST",),
+    "/v1/messages": ("POST",),
+    "/v1/messages/count_tokens": ("POST",),
+    "/v1/models": ("GET",),
+    "/tokenize": ("POST",),
+    "/detokenize": ("POST",),
+    "/version": ("GET",),
+    "/health": ("GET",),
+    "/health/live": ("GET",),
+    "/health/ready": ("GET",),
+}
+_PATTERNS = [
+    (re.compile("^" + re.sub(r"\{\w+\}", "[^/]+", path) + "$"), methods)
+    for path, methods in ROUTES.items()
+    if "{" in path
+]
+
+
+class Gate:
+    """Allow-list, body limit, request ids, health, and real status codes for streams that fail before a token.
+
+    `ready` answers /health/ready; `max_body_bytes` bounds request bodies (413).
+    """
+
+    def __init__(self, app: App, ready: Callable[[], bool], max_body_bytes: int) -> None:
+        self._app = app
+        self._ready = ready
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return  # no websockets: the server closes the connection
+        started = time.monotonic()
+        request_id = _request_id(scope)
+        answer = _Answer(send)
+        box: dict[str, Exception] = {}
+        token = early_error.set(box)
+        try:
+            await self._serve(scope, _BoundedBody(scope, receive, self._max_body_bytes), answer, box)
+        except FleetError as error:
+            await answer.fail(error)
+        except Exception as error:
+            logger.exception("request %s failed", request_id)
+            if answer.started:
+                raise
+            await answer.json(500, error_body(500, f"internal error ({type(error).__name__}), request {request_id}"))
+        finally:
+            early_error.reset(token)
+            elapsed = time.monotonic() - started
+            logger.info(
+                "%s %s %s %s %.3fs", request_id, scope["method"], scope["path"], answer.status or "closed", elapsed
+            )
+
+    async def _serve(self, scope: Message, receive: Receive, answer: _Answer, box: dict[str, Exception]) -> None:
+        path = scope["path"]
+        methods = ROUTES.get(path) if "{" not in path else None
+        if methods is None:
+            methods = next((methods for pattern, methods in _PATTERNS if pattern.match(path)), None)
+        if methods is None:
+            raise RouteNotFound(f"there is no {path} here; the API is: {', '.join(ROUTES)}")
+        if scope["method"] not in methods and not (scope["method"] == "HEAD" and "GET" in methods):
+            answer.headers.append((b"allow", ", ".join(methods).encode()))
+            raise MethodNotAllowed(f"{path} takes {' or '.join(methods)}, not {scope['method']}")
+        if path == "/health/live":
+            return await answer.json(200, {"status": "live"})
+        if path in ("/health", "/health/ready"):
+            if self._ready():
+                return await answer.json(200, {"status": "ready"})
+            body = error_body(503, "no engine replica is ready")
+            answer.headers.append((b"retry-after", b"5"))
+            return await answer.json(503, body)
+        await self._app(scope, receive, answer.hold_stream(box))
+
+
+class _BoundedBody:
+    """An ASGI receive that refuses bodies over `limit` bytes, announced or not."""
+
+    def __init__(self, scope: Message, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._seen = 0
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        self._announced = int(length) if length.isdigit() else 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._seen += len(message.get("body", b""))
+            if max(self._seen, self._announced) > self._limit:
+                limit = self._limit / 2**20
+                raise BodyTooLarge(f"the request body is larger than {limit:g} MiB (ingress.max_body_mib)")
+        return message
+
+
+class _Answer:
+    """The response of one request: adds our headers, remembers its status."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status: int | None = None
+        self.started = False
+        self.finished = False
+        self.headers: list[tuple[bytes, bytes]] = []
+
+    async def __call__(self, message: Message) -> None:
+        if self.finished:
+            return
+        if message["type"] == "http.response.start":
+            self.started = True
+            self.status = message["status"]
+            names = {name.lower() for name, _ in message["headers"]}
+            extra = [(name, value) for name, value in self.headers if name not in names]
+            if self.status in (429, 503) and b"retry-after" not in names | {name for name, _ in extra}:
+                extra.append((b"retry-after", b"1"))
+            message = {**message, "headers": [*message["headers"], *extra]}
+        await self._send(message)
+
+    async def json(self, status: int, body: dict[str, Any]) -> None:
+        """Send a whole JSON answer."""
+        data = json.dumps(body).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+        await self({"type": "http.response.start", "status": status, "headers": headers})
+        await self({"type": "http.response.body", "body": data})
+        self.finished = True
+
+    async def fail(self, error: FleetError) -> None:
+        """Answer with an error of ours, or end the connection if the answer has begun."""
+        if self.started:
+            raise error
+        self._retry_after(error)
+        await self.json(error.status, error_body(error.status, error.message))
+
+    def _retry_after(self, error: Exception) -> None:
+        if (seconds := getattr(error, "retry_after", None)) is not None:
+            self.headers.append((b"retry-after", str(seconds).encode()))
+
+    def hold_stream(self, box: dict[str, Exception]) -> Send:
+        """A send that keeps an event stream's 200 back until its first byte.
+
+        An error that `generate()` recorded in `box` before its first output becomes a real status instead.
+        A keep-alive comment releases the 200; after that errors are in-band.
+        """
+        held: Message | None = None
+
+        async def send(message: Message) -> None:
+            nonlocal held
+            if message["type"] == "http.response.start":
+                content_type = dict(message["headers"]).get(b"content-type", b"")
+                if content_type.startswith(b"text/event-stream"):
+                    held = message
+                    return
+                if (error := box.get("error")) is not None:
+                    self._retry_after(error)
+            elif held is not None:
+                start, held = held, None
+                if (error := box.get("error")) is not None:
+                    self._retry_after(error)
+                    status, body = openai_error(error)
+                    return await self.json(status, body)
+                await self(start)
+            await self(message)
+
+        return send
+
+
+def _request_id(scope: Message) -> str:
+    """The id that Serve took from, or gave to, the request; Serve puts it into the response as well."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given.decode("latin-1")[:128] or uuid.uuid4().hex

@@ -1,0 +1,105 @@
+"""Ingress deployment: vLLM's OpenAI app over the fleet, and the same serving classes behind Python handles."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.config import TidegateConfig, load_config
+from app.fleet_client import FleetEngineClient
+from app.gate import Gate
+from app.python_api import PythonApi
+from app.streams import Failover
+from app.vllm_compat import build_openai_app, ingress_config, serve_arguments
+from deployments.router import FleetRouter
+from deployments.routing import find_router
+
+
+
+
+@serve.ingress()
+class Ingress:
+    """Tokenises, routes, detokenises. Holds no weights; run as many replicas as the token rate needs."""
+
+    async def __init__(self, raw_config: dict[str, Any], model_path: str, engines: DeploymentHandle) -> None:
+        config = load_config(raw_config)
+        front_end = {name: getattr(config.ingress, name) for name in config.ingress.FRONT_END}
+        arguments = serve_arguments(config.engine_args(model_path), front_end)
+        self._config = config
+        self._engines = engines
+        # Serve builds a handle's router with its first call; the fleet's state is wanted before the first request.
+        engines._init()
+        self._client = FleetEngineClient(
+            ingress_config(arguments),
+            engines,
+            ray.util.get_node_ip_address(),
+            has_replica=self._has_replica,
+            observe=self._observe,
+            failover=Failover(config.failover.max_attempts, config.failover.timeout_s),
+            max_queued=config.ingress.max_queued_requests,
+            timeout_s=config.ingress.request_timeout_s,
+        )
+        self._app = await build_openai_app(arguments, self._client)
+        self._python = PythonApi(self._app.state, self._client)
+
+    def __serve_build_asgi_app__(self) -> Gate:
+        """The public HTTP app (Serve calls this once the constructor is done)."""
+        return Gate(self._app, self._has_replica, round(self._config.ingress.max_body_mib * 2**20))
+
+    def _router(self) -> FleetRouter | None:
+        return find_router(self._engines.deployment_name)
+
+    def _has_replica(self) -> bool:
+        router = self._router()
+        return router is not None and bool(router.table.ids)
+
+    def _observe(self, prompt_tokens: int, output_tokens: int) -> None:
+        if (router := self._router()) is not None:
+            router.observe(prompt_tokens, output_tokens)
+
+    # Python handles: serve.get_app_handle("tidegate")
+
+    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """One chat completion: an OpenAI chat request in, the response object out."""
+        return await self._python.chat(body)
+
+    async def chat_stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a streamed chat completion (call with `handle.options(stream=True)`)."""
+        async for chunk in self._python.chat_stream(body):
+            yield chunk
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """One text completion: an OpenAI completion request in, the response object out."""
+        return await self._python.complete(body)
+
+    async def complete_stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a streamed text completion (call with `handle.options(stream=True)`)."""
+        async for chunk in self._python.complete_stream(body):
+            yield chunk
+
+    async def generate_tokens(self, prompt: list[int], **sampling: Any) -> dict[str, Any]:
+        """Token ids in, token ids out: `{"token_ids", "text", "finish_reason", "stop_reason"}`; sampling as in vLLM."""
+        return await self._python.generate_tokens(prompt, sampling)
+
+    async def generate_tokens_stream(self, prompt: list[int], **sampling: Any) -> AsyncIterator[dict[str, Any]]:
+        """As `generate_tokens`, in pieces of newly generated ids (call with `handle.options(stream=True)`)."""
+        async for piece in self._python.generate_tokens_stream(prompt, sampling):
+            yield piece
+
+    async def fleet_state(self) -> dict[str, dict[str, Any]]:
+        """The last load report of each replica as this ingress sees it: blocks, requests, tokens, state."""
+        router = self._router()
+        if router is None:
+            return {}
+        fields = ("state", "running", "waiting", "free_blocks", "total_blocks", "queued_tokens", "preemptions")
+        return {
+            name: {field: getattr(report, field) for field in fields}
+            for name, report in list(router.reports.items())
+        }
+
+    async def __del__(self) -> None:
+        self._client.close()

@@ -1,0 +1,58 @@
+"""Entry point of the Serve application: `import_path: app.main:build`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from app.config import TidegateConfig, load_config
+from app.ingress import Ingress
+from app.model import resolve_model
+from deployments.replica import EngineReplica
+from deployments.settings import ReplicaSettings
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Build the application from `applications[].args` of the Serve config file.
+
+    Raises ConfigError, naming field, range and remedy, before anything starts.
+    """
+    config = load_config(args)
+    model_path = resolve_model(config.model_loading_config.source)
+    engines = serve.deployment(EngineReplica, name="EngineReplica").options(
+        **config.deployment_options(),
+        request_router_config=RequestRouterConfig(
+            request_router_class="deployments.router:FleetRouter",
+            request_router_kwargs={"balancing": config.balancing.model_dump()},
+            request_routing_stats_period_s=3600,  # load reports come over ZMQ; Serve need not poll
+        ),
+    )
+    settings = ReplicaSettings(
+        engine_args=config.engine_args(model_path),
+        scheduling=config.scheduling.model_dump(),
+        balancing=config.balancing.model_dump(),
+        threads=_threads(config),
+    )
+    ingress = serve.deployment(Ingress, name="Ingress").options(**_ingress_options(config))
+    return ingress.bind(args, model_path, engines.bind(settings))
+
+
+def _threads(config: TidegateConfig) -> int | None:
+    """Engine threads of one replica on CPU: by default the replicas share the cores of the machine."""
+    if not config.is_cpu:
+        return None
+    if isinstance(config.cpu.threads_per_replica, int):
+        return config.cpu.threads_per_replica
+    return max(1, (os.cpu_count() or 1) // config.deployment_config.fleet_size)
+
+
+def _ingress_options(config: TidegateConfig) -> dict[str, Any]:
+    return {
+        "num_replicas": config.ingress.num_replicas,
+        "max_ongoing_requests": config.ingress.max_ongoing_requests,
+        "ray_actor_options": {"num_cpus": config.ingress.num_cpus, "runtime_env": config.runtime_env or {}},
+    }

@@ -1,0 +1,109 @@
+"""Engine replica: a Serve deployment around one vLLM AsyncLLM. Token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections import Counter
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+
+from deployments.delta_link import DeltaSender
+from deployments.load_page import LoadPage
+from deployments.reports import ReportPublisher
+from deployments.settings import ReplicaSettings, bound_cores, make_policy, policy_spec
+from deployments.wire import Outcome, Submit
+from policies.balancing import BALANCING
+from policies.scheduling import SCHEDULING
+
+logger = logging.getLogger(__name__)
+
+_submit_decoder = msgspec.msgpack.Decoder(Submit)
+
+
+class EngineReplica:
+    """Runs one engine; each `generate` call is one sequence whose tokens leave by the delta link."""
+
+    async def __init__(self, settings: ReplicaSettings) -> None:
+        context = serve.get_replica_context()
+        self._replica_id = context.replica_id.unique_id
+        if settings.threads is not None:
+            cores = bound_cores(context.rank.local_rank, settings.threads, os.cpu_count() or 1)
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
+        # vLLM reads its environment when imported.
+        from deployments.engine import start_engine
+
+        self._page = LoadPage.create(f"tidegate-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        self._engine = start_engine(settings.engine_args, policy_spec(settings.scheduling), self._page.name)
+        self._links = DeltaSender()
+        self._streams_per_ingress: Counter[str] = Counter()
+        self._reports = ReportPublisher(self._page, self._replica_id, ray.util.get_node_ip_address())
+        self._reports.set_settings(settings.balancing)
+        self._watch = asyncio.get_running_loop().create_task(self._watch_engine())
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Announce where this replica publishes its load reports (Serve hands it to every router)."""
+        return {"reports": self._reports.endpoint}
+
+    async def generate(
+        self, frame: bytes, *, ticket: int, prompt_tokens: int, target_replica: str | None = None
+    ) -> Outcome:
+        """Generate one sequence; returns how it ended once its last delta is on its way.
+
+        The keywords are for the router, which reads them off the call. Cancelling the call aborts the sequence.
+        """
+        from deployments.engine import generate
+
+        submit = _submit_decoder.decode(frame)
+        self._streams_per_ingress[submit.reply_to] += 1
+        try:
+            outcome = await generate(self._engine, submit, self._links)
+        finally:
+            self._streams_per_ingress[submit.reply_to] -= 1
+        if outcome.fault == "engine" and self._engine.errored:
+            self._die()
+        return outcome
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Apply live settings (`user_config`): the scheduling policy here, the balancing policy in every router.
+
+        Settings that a policy refuses are logged and leave the ones before in force.
+        """
+        try:
+            if scheduling := user_config.get("scheduling"):
+                make_policy(SCHEDULING, scheduling)
+                self._page.set_policy(policy_spec(scheduling))
+            if balancing := user_config.get("balancing"):
+                make_policy(BALANCING, balancing)
+                self._reports.set_settings(balancing)
+        except ValueError:
+            logger.exception("user_config refused, the settings before it stay in force")
+
+    async def check_health(self) -> None:
+        """Raise when the engine is dead, so that Serve replaces this replica."""
+        await self._engine.check_health()
+
+    async def _watch_engine(self) -> None:
+        """Leave routing at once when the EngineCore dies, even with no request in flight."""
+        while not self._engine.errored:
+            await asyncio.sleep(0.05)
+        self._die()
+
+    def _die(self) -> None:
+        """Tell every router, give pending answers a moment to leave, then end the process (Serve starts another)."""
+        logger.error("the engine of replica %s is dead: leaving routing and ending the process", self._replica_id)
+        self._reports.set_state("dead")
+        self._page.close()
+        asyncio.get_running_loop().call_later(0.5, os._exit, 1)
+
+    async def __del__(self) -> None:
+        self._watch.cancel()
+        self._reports.close()
+        self._engine.shutdown()
+        self._links.close()
+        self._page.close()

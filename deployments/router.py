@@ -1,0 +1,138 @@
+"""Serve request router of the engine replicas: a balancing policy over live load reports and an own-dispatch ledger.
+
+Private Ray names used (contract-tested): `RequestRouter._choose_replica_for_request`, `_event_loop`. The base class's
+own path hangs when two calls of one ingress request wait at once and probes queue lengths we already know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from typing import Any
+
+import numpy as np
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from deployments.reports import ReportSubscriber
+from deployments.routing import NoReplicaError, register_router
+from deployments.settings import make_policy
+from deployments.wire import ReplicaReport
+from policies.balancing import BALANCING
+from policies.fleet import FleetTable
+
+logger = logging.getLogger(__name__)
+
+class FleetRouter(RequestRouter):
+    """Chooses the replica of each `generate` call from its keywords `ticket` and `prompt_tokens`.
+
+    `target_replica` pins a call. Calls without a ticket go to the replica with the fewest calls of this router.
+    """
+
+    def initialize_state(self, balancing: dict[str, Any], wait_for_replica_s: float = 5.0) -> None:
+        """Called by Serve with `request_router_kwargs`; `balancing` is the policy spec until a replica announces another."""
+        self._wait_for_replica_s = wait_for_replica_s
+        self._rng = np.random.default_rng()
+        self._replica_by_name: dict[str, RunningReplica] = {}
+        self._tickets: defaultdict[tuple[ReplicaID, str], deque[int]] = defaultdict(deque)
+        self._subscriber: ReportSubscriber | None = None
+        self._settings_t = 0.0
+        self.reports: dict[str, ReplicaReport] = {}
+        self.table = FleetTable()
+        self._fallback = BALANCING.make("p2c")
+        self._apply_settings(balancing)
+        register_router(self._deployment_id.name, self)
+
+    def _apply_settings(self, balancing: dict[str, Any]) -> None:
+        self.policy = make_policy(BALANCING, balancing)
+        self.table.stale_s = balancing.get("stale_s", self.table.stale_s)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Follow the set of running replicas and where each publishes its reports."""
+        super().update_replicas(replicas)
+        if self._subscriber is None:
+            self._subscriber = ReportSubscriber(self._on_report, self._event_loop)
+        known, self._replica_by_name = self._replica_by_name, {r.replica_id.unique_id: r for r in replicas}
+        for name in known.keys() - self._replica_by_name.keys():
+            self.table.leave(name)
+            self.reports.pop(name, None)
+        for name in self._replica_by_name.keys() - known.keys():
+            self.table.join(name)
+        self._subscriber.set_endpoints({r.replica_metadata["reports"] for r in replicas if r.replica_metadata})
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Take a dead replica out at once, before Serve's controller notices."""
+        super().on_replica_actor_died(replica_id)
+        self._replica_by_name.pop(replica_id.unique_id, None)
+        self.table.leave(replica_id.unique_id)
+        self.reports.pop(replica_id.unique_id, None)
+
+    def _on_report(self, report: ReplicaReport) -> None:
+        if report.replica not in self._replica_by_name:
+            return
+        self.reports[report.replica] = report
+        self.table.apply(report, time.monotonic())
+        if report.settings and report.settings_t > self._settings_t:
+            self._settings_t = report.settings_t
+            try:
+                self._apply_settings(report.settings)
+            except ValueError:
+                logger.exception("balancing settings refused, the ones before stay in force")
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        keywords = pending_request.kwargs
+        ticket = keywords.get("ticket")
+        prompt_tokens = keywords.get("prompt_tokens", 0)
+        if is_retry and ticket is not None:
+            self.table.complete(ticket)
+        name = keywords.get("target_replica")
+        if name is None:
+            name = await self._choose(prompt_tokens)
+        replica = self._replica_by_name.get(name)
+        if replica is None:
+            raise NoReplicaError(f"replica {name} is gone")
+        if ticket is not None:
+            self.table.dispatch(ticket, name, prompt_tokens)
+            self._tickets[replica.replica_id, pending_request.metadata.internal_request_id].append(ticket)
+        return replica
+
+    async def _choose(self, prompt_tokens: int) -> str:
+        if not self.table.ids:
+            await self._wait_for_replica()
+        policy = self._fallback if self.table.all_stale(time.monotonic()) else self.policy
+        return self.table.ids[policy.choose(self.table, prompt_tokens, self._rng)]
+
+    async def _wait_for_replica(self) -> None:
+        deadline = time.monotonic() + self._wait_for_replica_s
+        while not self.table.ids:
+            if time.monotonic() > deadline:
+                raise NoReplicaError("no engine replica can take requests now")
+            await asyncio.sleep(0.05)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Only reached through Serve's `choose_replica()`; the request path is `_choose_replica_for_request`."""
+        assert pending_request is not None
+        pending_request.routing_context.should_backoff = True
+        return [[await self._choose_replica_for_request(pending_request)]]
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Close one ledger entry; sibling calls of one HTTP request share the id, so each call closes one."""
+        key = (replica_id, internal_request_id)
+        if tickets := self._tickets.get(key):
+            self.table.complete(tickets.popleft())
+            if not tickets:
+                del self._tickets[key]
+
+    def observe(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Tell the policy the lengths of a finished request (SAL's online beta)."""
+        self.policy.observe(prompt_tokens, output_tokens)
+
+    @property
+    def reports_stale(self) -> bool:
+        """Whether every report is too old, so that the router falls back to two choices on its own in-flight counts."""
+        return self.table.all_stale(time.monotonic())

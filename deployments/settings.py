@@ -1,0 +1,43 @@
+"""What an engine replica and its routers are set to; policies as users write them: `{"policy": name, parameters...}`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from policies.registry import Registry
+
+P = TypeVar("P")
+
+_NOT_PARAMETERS = ("policy", "stale_s")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """What one engine replica is started with.
+
+    `engine_args` are AsyncEngineArgs keywords. `threads` are engine threads on CPU, each bound to a core: replica i of
+    a node takes cores i*threads, ... modulo the node's cores (vLLM's own choice puts every replica on the first ones).
+    None leaves binding alone (GPU).
+    """
+
+    engine_args: dict[str, Any]
+    scheduling: dict[str, Any]
+    balancing: dict[str, Any]
+    threads: int | None = None
+
+
+def policy_spec(settings: dict[str, Any]) -> dict[str, Any]:
+    """`{"name": policy, **parameters}` of a `scheduling` or `balancing` section."""
+    return {"name": settings["policy"], **{k: v for k, v in settings.items() if k not in _NOT_PARAMETERS}}
+
+
+def make_policy(registry: Registry[P], settings: dict[str, Any]) -> P:
+    """The policy of a section; PolicyError (a ValueError) names what is wrong with it."""
+    spec = policy_spec(settings)
+    return registry.make(spec.pop("name"), **spec)
+
+
+def bound_cores(local_rank: int, threads: int, cores: int) -> str:
+    """Cores of the replica with this rank on its node, as vLLM's VLLM_CPU_OMP_THREADS_BIND wants them."""
+    return ",".join(str((local_rank * threads + thread) % cores) for thread in range(threads))

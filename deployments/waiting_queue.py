@@ -1,0 +1,113 @@
+"""vLLM's queue of waiting requests in the order of a scheduling policy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import Request, RequestStatus
+
+from policies.scheduling import SchedulingPolicy
+from policies.types import SchedulerContext
+
+
+class PolicyRequestQueue(RequestQueue):
+    """Waiting requests in a policy's order, and the running sum of the tokens they still need to prefill.
+
+    The order is sorted at the first look and then stays until `begin_step` brings another order epoch or the set
+    changes: vLLM looks at a request, works on it, and pops it only later, so both must give the same one.
+    For a policy that does not reorder this is vLLM's own FCFS deque: preempted and skipped requests in front.
+    """
+
+    def __init__(self, policy: SchedulingPolicy, context: SchedulerContext) -> None:
+        self.tokens = 0
+        self._policy = policy
+        self._context = context
+        self._epoch: Hashable = policy.order_epoch(context)
+        self._queue: deque[Request] = deque()
+        self._weights: dict[Request, int] = {}  # what each request added to `tokens`: it may grow while it waits
+        self._sorted = True
+
+    def begin_step(self, context: SchedulerContext) -> None:
+        """Take the snapshot by which requests are ordered until the next step."""
+        self._context = context
+        if self._policy.reorders and (epoch := self._policy.order_epoch(context)) != self._epoch:
+            self._epoch, self._sorted = epoch, False
+
+    def use_policy(self, policy: SchedulingPolicy) -> None:
+        """Change the policy under the waiting requests; back to FCFS: preempted ones first, then by arrival."""
+        self._policy = policy
+        if policy.reorders:
+            self._epoch, self._sorted = policy.order_epoch(self._context), False
+        else:
+            fcfs = sorted(self._queue, key=lambda r: (r.status != RequestStatus.PREEMPTED, r.arrival_time))
+            self._queue, self._sorted = deque(fcfs), True
+
+    def refresh(self, request: Request) -> None:
+        """Count a waiting request anew after its length changed."""
+        if request in self._weights:
+            self.tokens -= self._weights[request]
+            self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        weight = self._weights[request] = request.num_tokens - request.num_computed_tokens
+        self.tokens += weight
+        self._sorted = not self._policy.reorders
+
+    def _ordered(self) -> deque[Request]:
+        if not self._sorted:
+            key, context = self._policy.waiting_key, self._context
+            self._queue = deque(sorted(self._queue, key=lambda request: key(request, context)))
+            self._sorted = True
+        return self._queue
+
+    def add_request(self, request: Request) -> None:
+        """Queue a new request."""
+        self._queue.append(request)
+        self._enter(request)
+
+    def prepend_request(self, request: Request) -> None:
+        """Queue a preempted request: in front, unless the policy says otherwise."""
+        self._queue.appendleft(request)
+        self._enter(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Queue skipped requests again, as `deque.extendleft` does."""
+        for request in requests:
+            self.prepend_request(request)
+
+    def peek_request(self) -> Request:
+        """The next request; IndexError if none waits."""
+        if not self._queue:
+            raise IndexError("peek from an empty queue")
+        return self._ordered()[0]
+
+    def pop_request(self) -> Request:
+        """Take the next request; IndexError if none waits."""
+        if not self._queue:
+            raise IndexError("pop from an empty queue")
+        request = self._ordered().popleft()
+        self.tokens -= self._weights.pop(request)
+        return request
+
+    def remove_request(self, request: Request) -> None:
+        """Take one request out; ValueError if it does not wait here."""
+        self._queue.remove(request)
+        self.tokens -= self._weights.pop(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Take out those of the requests that wait here."""
+        leaving = {request for request in requests if request in self._weights}
+        if leaving:
+            self._queue = deque(request for request in self._queue if request not in leaving)
+            self.tokens -= sum(self._weights.pop(request) for request in leaving)
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._ordered())

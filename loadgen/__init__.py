@@ -1,0 +1,1 @@
+"""Workloads, load clients and measurements; one door: `python -m loadgen`."""

@@ -1,0 +1,70 @@
+"""Keep the processes of a measured system on chosen cores, and read the CPU time that each has used (Linux)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import psutil
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """The process and all its descendants that are still alive."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def pin(process: psutil.Process, core: int) -> None:
+    """Move every thread of the process to one core; threads it starts later inherit that."""
+    try:
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, {core})
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        pass  # it ended meanwhile
+
+
+def pin_family(pid: int, core: Callable[[str], int]) -> None:
+    """Pin the process and its descendants: `core` says by title which core each goes to."""
+    for process in family(pid):
+        pin(process, core(title(process)))
+
+
+def title(process: psutil.Process) -> str:
+    """What the process calls itself (vLLM and Ray set titles such as `VLLM::EngineCore`, `ray::ProxyActor`)."""
+    try:
+        return " ".join(process.cmdline()).strip() or process.name()
+    except psutil.Error:
+        return ""
+
+
+def cpu_seconds(processes: Iterable[psutil.Process]) -> dict[int, float]:
+    """User + system CPU seconds by process id, without the processes that have ended."""
+    used = {}
+    for process in processes:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        used[process.pid] = times.user + times.system
+    return used
+
+
+def stop(pid: int, grace_s: float = 20.0) -> None:
+    """End a process and its descendants: TERM to the root, then KILL to whatever is left after `grace_s`."""
+    members = family(pid)
+    if not members:
+        return
+    try:
+        members[0].terminate()
+    except psutil.NoSuchProcess:
+        pass
+    _, alive = psutil.wait_procs(members, timeout=grace_s)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(alive, timeout=5)

@@ -1,0 +1,69 @@
+"""Command line of loadgen: `python -m loadgen bench [NAME ...]`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from loadgen import arguments, report
+from loadgen.bench import ingress, larry, router
+
+
+class Bench(Protocol):
+    """What a module of loadgen.bench offers; `SEEDS` are its default seeds."""
+
+    TITLE: str
+    SEEDS: tuple[int, ...]
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the bench's own options."""
+
+    def run(self, args: argparse.Namespace, console: Console) -> Path:
+        """Measure, print the table, write the JSON and return its path."""
+
+
+BENCHES: dict[str, Bench] = {"larry": larry, "router": router, "ingress": ingress}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; every sub-command sets `call`, a function of (args, console) -> exit status."""
+    top = argparse.ArgumentParser(prog="python -m loadgen", description="Load and measurements for Tidegate.")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    bench = commands.add_parser("bench", help="measure; without NAME: list the benches")
+    bench.set_defaults(call=_list_benches)
+    names = bench.add_subparsers(metavar="NAME")
+    for name, module in BENCHES.items():
+        one = names.add_parser(name, help=module.TITLE, description=module.TITLE)
+        one.add_argument(
+            "--seeds", type=arguments.seed, nargs="+", default=list(module.SEEDS), metavar="N", help="default: %(default)s"
+        )
+        one.add_argument("--out", type=Path, default=report.RESULTS / f"{name}.json", help="default: %(default)s")
+        module.add_arguments(one)
+        one.set_defaults(call=_run_bench, bench=name)
+    return top
+
+
+def _list_benches(_: argparse.Namespace, console: Console) -> int:
+    report.show(console, "python -m loadgen bench NAME", ("name", "what it measures"), _titles())
+    return 0
+
+
+def _titles() -> list[tuple[str, str]]:
+    return [(name, module.TITLE) for name, module in BENCHES.items()]
+
+
+def _run_bench(args: argparse.Namespace, console: Console) -> int:
+    path = BENCHES[args.bench].run(args, console)
+    console.print(f"written: {path}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = parser().parse_args(argv)
+    status: int = args.call(args, Console(soft_wrap=False))
+    return status

