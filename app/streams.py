@@ -20,7 +20,7 @@ from deployments.routing import NoReplicaError
 from deployments.token_codec import encode_params
 from deployments.wire import Outcome, Submit, ticket
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"ray.serve.{__name__}")
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -78,18 +78,22 @@ async def run_stream(
     A lost replica is answered by a new submission elsewhere while the client has no token yet.
     """
     deadline = time.monotonic() + failover.timeout_s
+    lost = 0
     while True:
         stream.epoch += 1
         problem = await _submit(stream, handle, reply_to)
         if problem is None:
             return
+        if isinstance(problem, NoReplicaAvailable) and time.monotonic() < deadline:
+            continue  # the router has waited for one already
         if not isinstance(problem, _Lost):
             return fail(stream, problem)
         if stream.delivered:
             message = f"the replica of this answer was lost after {len(stream.delivered)} tokens ({problem}); ask again"
-            return fail(stream, ReplicaLost(message))
-        if stream.epoch >= failover.max_attempts or time.monotonic() > deadline:
-            message = f"no replica finished the request in {stream.epoch} attempts ({problem})"
+            return fail(stream, ReplicaLost(message, retry_after=1))
+        lost += 1
+        if lost >= failover.max_attempts or time.monotonic() > deadline:
+            message = f"no replica finished the request in {lost} attempts ({problem})"
             return fail(stream, NoReplicaAvailable(message, retry_after=5))
         logger.warning("request %s: %s, sending it to another replica", stream.rid, problem)
 

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from deployments.wire import Delta
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"ray.serve.{__name__}")
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Delta])

@@ -19,7 +19,7 @@ from deployments.scheduler import SchedulerSettings, use_policy_scheduler
 from deployments.token_codec import decode_params, to_delta
 from deployments.wire import Outcome, Submit
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"ray.serve.{__name__}")
 
 
 def start_engine(engine_args: dict[str, Any], policy: dict[str, Any], page: str) -> AsyncLLM:

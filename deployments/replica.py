@@ -21,7 +21,7 @@ from deployments.wire import Outcome, Submit
 from policies.balancing import BALANCING
 from policies.scheduling import SCHEDULING
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"ray.serve.{__name__}")
 
 _submit_decoder = msgspec.msgpack.Decoder(Submit)
 

@@ -20,7 +20,7 @@ import zmq
 from deployments.load_page import Figures, LoadPage, LoadPageError
 from deployments.wire import ReplicaReport, ReplicaState
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"ray.serve.{__name__}")
 
 REPEATS = 3  # consecutive reports that name a ticket
 BATCH = 1000  # frames taken before the loop gets its turn again

@@ -22,7 +22,7 @@ from deployments.wire import ReplicaReport
 from policies.balancing import BALANCING
 from policies.fleet import FleetTable
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"ray.serve.{__name__}")
 
 class FleetRouter(RequestRouter):
     """Chooses the replica of each `generate` call from its keywords `ticket` and `prompt_tokens`.

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 Times = npt.NDArray[np.float64]
+EVEN = 1e-3  # below this the gamma's shape grows beyond what floats can draw, and no figure would show it
 
 
 def unit_gaps(n: int, cv: float, rng: np.random.Generator) -> Times:
     """n gaps of mean 1 and coefficient of variation `cv` (1 is Poisson, 0 is a metronome), gamma distributed."""
     if cv < 0 or not math.isfinite(cv):
         raise ValueError(f"cv: {cv} is not a coefficient of variation; give a number >= 0 (1 is Poisson)")
-    if cv == 0:
+    if cv < EVEN:
         return np.ones(n)
     shape = 1.0 / (cv * cv)
     return rng.gamma(shape, 1.0 / shape, n)
@@ -56,16 +57,13 @@ def under_rate(n: int, curve: list[tuple[float, float]], rng: np.random.Generato
     if n == 0:
         return expected
     durations = np.array([duration for duration, _ in curve[:-1]])
-    rates = np.array([rate for _, rate in curve[:-1]])
-    knots_s = np.concatenate([[0.0], np.cumsum(durations)])
-    knots_n = np.concatenate([[0.0], np.cumsum(durations * rates)])
-    last_rate = curve[-1][1]
-    beyond = max(float(expected[-1] - knots_n[-1]), 0.0) + 1.0
-    knots_s = np.append(knots_s, knots_s[-1] + beyond / last_rate)
-    knots_n = np.append(knots_n, knots_n[-1] + beyond)
-    # A piece of rate 0 makes a flat step in knots_n; np.interp needs rising ones, so keep the step's right end.
-    keep = np.append(np.diff(knots_n) > 0, True)
-    return np.interp(expected, knots_n[keep], knots_s[keep])
+    rates = np.array([rate for _, rate in curve])
+    starts = np.concatenate([[0.0], np.cumsum(durations)])
+    before = np.concatenate([[0.0], np.cumsum(durations * rates[:-1])])  # requests expected before each piece
+    # The last piece that starts at or below the count: pieces of rate 0 expect nothing and are skipped.
+    piece = np.searchsorted(before, expected, side="right") - 1
+    times: Times = starts[piece] + (expected - before[piece]) / rates[piece]
+    return times
 
 
 def dispersion(times: Times, window: float) -> float:

@@ -14,16 +14,14 @@ from loadgen.bench import ingress, larry, router
 
 
 class Bench(Protocol):
-    """What a module of loadgen.bench offers; `SEEDS` are its default seeds."""
+    """What a module of loadgen.bench offers: its default SEEDS, and run(), which returns the path of its JSON."""
 
-    TITLE: str
-    SEEDS: tuple[int, ...]
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the bench's own options."""
-
-    def run(self, args: argparse.Namespace, console: Console) -> Path:
-        """Measure, print the table, write the JSON and return its path."""
+    @property
+    def TITLE(self) -> str: ...
+    @property
+    def SEEDS(self) -> Sequence[int]: ...
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None: ...
+    def run(self, args: argparse.Namespace, console: Console, /) -> Path: ...
 
 
 BENCHES: dict[str, Bench] = {"larry": larry, "router": router, "ingress": ingress}
@@ -39,7 +37,12 @@ def parser() -> argparse.ArgumentParser:
     for name, module in BENCHES.items():
         one = names.add_parser(name, help=module.TITLE, description=module.TITLE)
         one.add_argument(
-            "--seeds", type=arguments.seed, nargs="+", default=list(module.SEEDS), metavar="N", help="default: %(default)s"
+            "--seeds",
+            type=arguments.seed,
+            nargs="+",
+            default=list(module.SEEDS),
+            metavar="N",
+            help="default: %(default)s",
         )
         one.add_argument("--out", type=Path, default=report.RESULTS / f"{name}.json", help="default: %(default)s")
         module.add_arguments(one)
@@ -65,5 +68,6 @@ def _run_bench(args: argparse.Namespace, console: Console) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     args = parser().parse_args(argv)
-    status: int = args.call(args, Console(soft_wrap=False))
+    call = vars(args).pop("call")
+    status: int = call(args, Console())
     return status

@@ -1,4 +1,4 @@
-"""Streaming client of an OpenAI-compatible server: asyncio and aiohttp, cheap enough to share a core with the server."""
+"""Streaming client of an OpenAI-compatible server, cheap enough to share a core with what it measures."""
 
 from __future__ import annotations
 

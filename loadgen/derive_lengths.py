@@ -74,7 +74,7 @@ def write(tables: dict[str, Any], path: Path = TABLES) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m loadgen.derive_lengths", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--chat", type=Path, required=True, help="AzureLLMInferenceTrace_conv.csv")
     parser.add_argument("--code", type=Path, required=True, help="AzureLLMInferenceTrace_code.csv")
     parser.add_argument("--out", type=Path, default=TABLES)

@@ -62,7 +62,8 @@ class LengthTable:
 
 
 def _whole(lengths: npt.NDArray[Any]) -> IntArray:
-    return np.maximum(np.rint(lengths), 1).astype(np.int64)
+    whole: IntArray = np.maximum(np.rint(lengths), 1).astype(np.int64)
+    return whole
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +106,34 @@ def rounded(value: Any, digits: int = 5) -> Any:
     if isinstance(value, (list, tuple)):
         return [rounded(v, digits) for v in value]
     return value
+
+
+class Steps:
+    """Progress bar over a known number of steps, each named when it begins; plain lines where there is no terminal."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._bar = Progress(
+            BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Steps:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def begin(self, what: str) -> None:
+        """Say what is going on now."""
+        self._bar.update(self._task, description=what)
+        if not self._console.is_terminal:
+            self._console.print(f"{time.strftime('%H:%M:%S')} {what}")
+
+    def done(self, steps: int = 1) -> None:
+        """So many steps more are done."""
+        self._bar.advance(self._task, steps)
 
 
 def show(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import psutil
 from rich.console import Console
-from tqdm import tqdm
 
 from loadgen import arguments
 from loadgen.bench import pinning, servers
 from loadgen.bench.larry import default_model
 from loadgen.client import Prompt, StreamingClient, closed_loop
 from loadgen.metrics import paired_ratio, percentile, summarise
-from loadgen.report import Stamp, show
+from loadgen.report import Stamp, Steps, show
 
 TITLE = "the fleet against a plain vLLM server: TTFT, throughput, CPU time by process (about 6 minutes)"
 SEEDS = (0,)
@@ -56,7 +55,9 @@ REST = "rest of Ray"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `bench ingress`."""
     parser.add_argument("--model", default=None, help="local model folder (default: the default model)")
-    parser.add_argument("--rounds", type=arguments.count, default=5, help="rounds, each measures both (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=arguments.count, default=5, help="rounds, each measures both (default: %(default)s)"
+    )
 
 
 def role(title: str) -> str:
@@ -77,42 +78,36 @@ def run(args: argparse.Namespace, console: Console) -> Path:
     engine_core, other_core = cores[:2]
     stamp = Stamp("ingress", vars(args), args.seeds)
     model = args.model or default_model()
-    folder = servers.session_folder()
-    started: list[servers.Server] = []
-    clean = False
-    try:
-        with tqdm(total=2 + args.rounds * 2 * len(LOADS), desc="starting vllm", unit="step") as progress:
+    with servers.session_folder(console) as folder, Steps(console, 2 + args.rounds * 2 * len(LOADS)) as steps:
+        started: list[servers.Server] = []
+        try:
+            steps.begin("starting vllm")
             started.append(servers.start_plain(model, ENGINE, engine_core, folder))
             started[-1].wait_until_ready("/health", START_TIMEOUT_S)
-            progress.update()
-            progress.set_description("starting tidegate")
+            steps.done()
+            steps.begin("starting tidegate")
             started.append(servers.start_fleet(model, ENGINE, folder))
             started[-1].wait_until_ready("/health", START_TIMEOUT_S)
-            progress.update()
+            steps.done()
             for process in (p for server in started for p in server.processes()):
                 pinning.pin(process, engine_core if role(pinning.title(process)) == "engine core" else other_core)
             pinning.pin(psutil.Process(), other_core)
-            rounds = asyncio.run(_rounds(started, args, progress))
-        clean = True
-    finally:
-        psutil.Process().cpu_affinity(cores)
-        for server in reversed(started):
-            server.stop()
-        if clean:
-            servers.remove(folder)
-        else:
-            console.print(f"logs are kept in {folder}")
+            rounds = asyncio.run(_rounds(started, args, steps))
+        finally:
+            psutil.Process().cpu_affinity(cores)
+            for server in reversed(started):
+                server.stop()
     figures = _figures(rounds)
     _print(console, figures, args.rounds)
     return stamp.write({"engine_args": {**ENGINE, "model": model}, "loads": LOADS, **figures}, args.out)
 
 
-async def _rounds(started: Sequence[servers.Server], args: argparse.Namespace, progress: Any) -> list[dict[str, Any]]:
+async def _rounds(started: Sequence[servers.Server], args: argparse.Namespace, steps: Steps) -> list[dict[str, Any]]:
     rng = np.random.default_rng(args.seeds[0])
     results = []
     clients = {s.name: StreamingClient(s.url, servers.MODEL_NAME) for s in started}
     try:
-        progress.set_description("warming up")
+        steps.begin("warming up")
         for server in started:
             failed = [r.error for r in await closed_loop(clients[server.name], prompts(64, 8, rng), 64) if r.error]
             if failed:
@@ -120,11 +115,11 @@ async def _rounds(started: Sequence[servers.Server], args: argparse.Namespace, p
         for i in range(args.rounds):
             for server in started if i % 2 == 0 else reversed(started):
                 for streams, requests, output_len in LOADS:
-                    progress.set_description(f"round {i + 1}: {server.name}, {streams} streams")
+                    steps.begin(f"round {i + 1}: {server.name}, {streams} streams")
                     asked = prompts(requests, output_len, rng)
                     figures = await _measure(server, started, clients[server.name], asked, streams)
                     results.append({"round": i, "server": server.name, "streams": streams, **figures})
-                    progress.update()
+                    steps.done()
     finally:
         for client in clients.values():
             await client.__aexit__()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import tempfile
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -15,13 +14,12 @@ from typing import Any
 import numpy as np
 import psutil
 from rich.console import Console
-from tqdm import tqdm
 
 from loadgen import arguments, arrivals, lengths
-from loadgen.bench import pinning
+from loadgen.bench import pinning, servers
 from loadgen.bench.larry_engine import EngineSpec, Outcome, Plan, engine_process
 from loadgen.metrics import RequestRecord, paired_ratio, summarise
-from loadgen.report import Stamp, show
+from loadgen.report import Stamp, Steps, show
 
 TITLE = "LARRY against FCFS on the real engine: waiting times under overload (about 5 minutes)"
 SEEDS = (0, 1, 2, 3)
@@ -59,8 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `bench larry`."""
     parser.add_argument("--model", default=None, help="local model folder (default: the default model)")
     parser.add_argument("--requests", type=arguments.count, default=90, help="requests per seed (default: %(default)s)")
-    parser.add_argument("--rate", type=arguments.positive, default=10.0, help="arrivals, requests/s (default: %(default)s)")
-    parser.add_argument("--alpha", type=arguments.positive, default=1.0, help="LARRY's weight of waiting (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=arguments.positive, default=10.0, help="arrivals, requests/s (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--alpha", type=arguments.positive, default=1.0, help="LARRY's weight of waiting (default: %(default)s)"
+    )
     parser.add_argument("--trace", choices=lengths.names(), default="chat", help="lengths (default: %(default)s)")
 
 
@@ -107,22 +109,24 @@ def run(args: argparse.Namespace, console: Console) -> Path:
     policies = {"fcfs": {"name": "fcfs"}, "larry": {"name": "larry", "alpha": args.alpha}}
     engine_args = {**ENGINE, "model": args.model or default_model()}
     rounds: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="bench-larry-") as folder, tqdm(
-        total=len(args.seeds) + 1, desc="starting engines", unit="step"
-    ) as progress:
+    with (
+        servers.session_folder(console) as folder,
+        Steps(console, len(args.seeds) + 1) as steps,
+    ):
         engines = {
-            name: _start(name, EngineSpec(policy, engine_args, core, f"{folder}/{name}.log"))
+            name: _start(name, EngineSpec(policy, engine_args, core, str(folder / f"{name}.log")))
             for (name, policy), core in zip(policies.items(), cores, strict=False)
         }
         try:
+            steps.begin("starting both engines")
             for engine in engines.values():
                 engine.receive(START_TIMEOUT_S)
+            steps.done()
             for i, seed in enumerate(args.seeds):
-                progress.update()
-                progress.set_description(f"seed {seed}")
+                steps.begin(f"seed {seed}, both policies at once")
                 order = cores[:2] if i % 2 == 0 else cores[1::-1]
                 rounds.append(_play(engines, order, plan(seed, args.requests, args.rate, args.trace), seed))
-            progress.update()
+                steps.done()
             for engine in engines.values():
                 engine.pipe.send(None)
                 engine.process.join(20)
@@ -155,7 +159,8 @@ def _start(name: str, spec: EngineSpec) -> _Engine:
 def _play(engines: dict[str, _Engine], cores: list[int], burst: Plan, seed: int) -> dict[str, Any]:
     for engine, core in zip(engines.values(), cores, strict=True):
         assert engine.process.pid
-        pinning.pin_family(engine.process.pid, lambda _, core=core: core)
+        for process in pinning.family(engine.process.pid):
+            pinning.pin(process, core)
     start = Plan(time.time() + 1.0, burst.due, burst.prompts, burst.output_lens)
     for engine in engines.values():
         engine.pipe.send(start)

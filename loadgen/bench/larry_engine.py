@@ -69,7 +69,7 @@ async def _serve(spec: EngineSpec, pipe: Connection) -> None:
 
     preempted = 0
 
-    class CountPreemptions(StatLoggerBase):
+    class CountPreemptions(StatLoggerBase):  # type: ignore[misc]  # vLLM is read as Any
         """Adds up the preemptions that the scheduler reports each step."""
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:

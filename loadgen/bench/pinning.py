@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import psutil
 
@@ -24,12 +24,6 @@ def pin(process: psutil.Process, core: int) -> None:
             os.sched_setaffinity(thread.id, {core})
     except (psutil.NoSuchProcess, ProcessLookupError):
         pass  # it ended meanwhile
-
-
-def pin_family(pid: int, core: Callable[[str], int]) -> None:
-    """Pin the process and its descendants: `core` says by title which core each goes to."""
-    for process in family(pid):
-        pin(process, core(title(process)))
 
 
 def title(process: psutil.Process) -> str:

@@ -141,7 +141,8 @@ def delivery(
     """
     times = np.asarray([t for t in written if began <= t < ended])
     figures, arrived = np.asarray([*arrivals, (np.inf, np.inf)]).T
-    return arrived[np.searchsorted(figures, times, side="left")] - times
+    waited: npt.NDArray[np.float64] = arrived[np.searchsorted(figures, times, side="left")] - times
+    return waited
 
 
 def behind(written: list[float], used: float, now: float) -> float:

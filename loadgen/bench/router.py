@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from tqdm import tqdm
 
 from loadgen import arguments
 from loadgen.metrics import percentile
-from loadgen.report import Stamp, show
+from loadgen.report import Stamp, Steps, show
 
 TITLE = "routing: microseconds per decision for 4 to 512 replicas, age of load reports (about 2 minutes)"
 SEEDS = (0, 1, 2)
@@ -22,10 +21,16 @@ STEP_S = 0.010
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `bench router`."""
-    parser.add_argument("--replicas", type=arguments.count, nargs="+", default=[4, 64, 512], help="default: %(default)s")
-    parser.add_argument("--calls", type=arguments.count, default=6000, help="decisions per figure and seed (default: %(default)s)")
+    parser.add_argument(
+        "--replicas", type=arguments.count, nargs="+", default=[4, 64, 512], help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--calls", type=arguments.count, default=6000, help="decisions per figure and seed (default: %(default)s)"
+    )
     parser.add_argument("--publishers", type=arguments.count, nargs="+", default=[4, 64], help="default: %(default)s")
-    parser.add_argument("--seconds", type=arguments.positive, default=5.0, help="per age and seed (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=arguments.positive, default=5.0, help="per age and seed (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> Path:
@@ -35,29 +40,29 @@ def run(args: argparse.Namespace, console: Console) -> Path:
 
     stamp = Stamp("router", vars(args), args.seeds)
     policies = BALANCING.names()
-    steps = len(args.seeds) * (len(args.replicas) * (2 * len(policies) + 1) + len(args.publishers))
+    total = len(args.seeds) * (len(args.replicas) * (2 * len(policies) + 1) + len(args.publishers))
     table: dict[str, Any] = {}
     serve: dict[str, Any] = {}
     ages: dict[str, Any] = {}
-    with tqdm(total=steps, desc="table", unit="step") as progress:
+    with Steps(console, total) as steps:
         for replicas in args.replicas:
-            progress.set_description(f"table, {replicas} replicas")
+            steps.begin(f"table, {replicas} replicas")
             for policy in policies:
                 runs = [router_cost.table_costs(policy, replicas, args.calls, seed) for seed in args.seeds]
                 warm = [router_cost.warm_cost(policy, replicas, args.calls, seed) for seed in args.seeds]
                 table.setdefault(policy, {})[str(replicas)] = {**median(runs), "choose_warm": median(warm)}
-                progress.update(len(args.seeds))
-            progress.set_description(f"Serve router, {replicas} replicas")
+                steps.done(len(args.seeds))
+            steps.begin(f"Serve router, {replicas} replicas")
             for router in (*policies, router_cost.RAY_DEFAULT):
                 timed = [router_cost.serve_cost(router, replicas, args.calls, seed) for seed in args.seeds]
                 serve.setdefault(router, {})[str(replicas)] = median(timed)
-                progress.update(len(args.seeds))
+                steps.done(len(args.seeds))
         for publishers in args.publishers:
-            progress.set_description(f"reports, {publishers} publishers")
+            steps.begin(f"reports, {publishers} publishers")
             runs = []
             for seed in args.seeds:
                 runs.append(report_age.ages(publishers, STEP_S, args.seconds, seed))
-                progress.update()
+                steps.done()
             ages[str(publishers)] = median(runs)
     _print(console, args, table, serve, ages)
     figures = {"fleet_table_us": table, "serve_router_us": serve, "report_age_ms": ages}

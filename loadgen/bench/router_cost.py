@@ -177,12 +177,12 @@ def _infos(replicas: int) -> tuple[Any, list[Any]]:
 def _stand_in() -> type:
     from ray.serve.request_router import RunningReplica
 
-    class StandIn(RunningReplica):
+    class StandIn(RunningReplica):  # type: ignore[misc]  # Ray is read as Any
         """A replica without an actor behind it."""
 
         def __init__(self, info: Any) -> None:
             self._replica_info = info
-            self._multiplexed_model_ids = set()
+            self._multiplexed_model_ids = set[str]()
 
         def push_proxy_handle(self, handle: Any) -> None:
             pass

@@ -12,12 +12,15 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
+from rich.console import Console
 
 from loadgen.bench import pinning
 from loadgen.report import ROOT
@@ -78,12 +81,14 @@ class Server:
                 process.kill()
             except psutil.NoSuchProcess:
                 pass
+        psutil.wait_procs(alive, timeout=10)
         self.process.wait(timeout=10)
 
 
 def _mark(process: psutil.Process) -> str | None:
     try:
-        return process.environ().get(MARK)
+        mark: str | None = process.environ().get(MARK)
+        return mark
     except (psutil.Error, OSError):
         return None
 
@@ -153,11 +158,16 @@ def _start(name: str, port: int, command: list[str], env: dict[str, str], folder
     return Server(name, f"http://127.0.0.1:{port}", log, process)
 
 
-def session_folder() -> Path:
-    """A new short folder for a Ray session: socket paths below it may have 107 characters at most."""
-    return Path(tempfile.mkdtemp(prefix="tgb", dir="/tmp" if Path("/tmp").is_dir() else None))
+@contextmanager
+def session_folder(console: Console) -> Iterator[Path]:
+    """A new folder for logs and Ray sessions, removed at the end, but kept and named if something goes wrong.
 
-
-def remove(folder: Path) -> None:
-    """Remove a session folder."""
+    Its path is short: socket paths below it may have 107 characters at most.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="tgb", dir="/tmp" if Path("/tmp").is_dir() else None))
+    try:
+        yield folder
+    except BaseException:
+        console.print(f"logs are kept in {folder}")
+        raise
     shutil.rmtree(folder, ignore_errors=True)

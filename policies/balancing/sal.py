@@ -25,7 +25,7 @@ class SAL:
 
     beta: > 0 pins it; None (default) follows the traffic.
     prior_beta: >= 1, used until requests have ended; 6.47 is SW-Chat (Azure 2023 conversations), 74.4 SW-Code.
-    half_life: requests after which an observation counts half, > 0.
+    half_life: requests after which an observation counts half, > 0, <= 1e6.
     """
 
     name = "sal"
@@ -34,7 +34,8 @@ class SAL:
         remedy = "Leave it out to follow the traffic; chat is near 6.5, code completion near 74."
         self._pinned = None if beta is None else number("beta", beta, remedy, above=0)
         self._prior = number("prior_beta", prior_beta, "It is (input + output) / output tokens; chat: 6.47.", low=1)
-        self._decay = 0.5 ** (1 / number("half_life", half_life, "It counts requests; 512 is the default.", above=0))
+        remedy = "It counts requests; 512 is the default."
+        self._decay = 0.5 ** (1 / number("half_life", half_life, remedy, above=0, high=1e6))
         self._prior_weight = 1.0
         self._mean_in = self._mean_out = 0.0  # weighted sums: their common divisor cancels in beta
         self.beta = self._prior if self._pinned is None else self._pinned

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,16 +16,22 @@ def argmin(loads: NDArray[np.float64] | list[float], rng: np.random.Generator) -
     """Index of the smallest load, each of several equal ones as likely; EmptyFleetError if there is none."""
     if len(loads) == 0:
         raise EmptyFleetError("no replica is eligible: wait until one joins or serves again")
+    tied: Sequence[int] | NDArray[np.intp]
     if isinstance(loads, list):
         least = min(loads)
         if loads.count(least) == 1:
             return loads.index(least)
-        equal = [index for index, load in enumerate(loads) if load == least]
-        return equal[int(rng.random() * len(equal))]
-    first = int(loads.argmin())
-    least = loads[first]
-    later = loads[first + 1 :]  # argmin finds the first of equals: another can only come after it
-    if len(later) == 0 or later[later.argmin()] > least:
-        return first
-    (tied,) = (loads == least).nonzero()
+    else:
+        first = int(loads.argmin())
+        least = loads[first]
+        later = loads[first + 1 :]  # argmin finds the first of equals: another can only come after it
+        if len(later) == 0 or later[later.argmin()] > least:
+            return first
+    guess = int(rng.random() * len(loads))
+    if loads[guess] == least:  # as likely for each of the equal ones, and a hit when most are: the idle fleet
+        return guess
+    if isinstance(loads, list):
+        tied = [index for index, load in enumerate(loads) if load == least]
+    else:
+        (tied,) = (loads == least).nonzero()
     return int(tied[int(rng.random() * len(tied))])

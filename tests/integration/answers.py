@@ -14,6 +14,7 @@ TOLERANCE = 1e-3  # of log-probabilities in float32; texts and ids must be equal
 MASKED = {"id", "created", "created_at", "completed_at", "request_id", "item_id", "response_id", "call_id"}
 MASKED |= {"system_fingerprint", "cached_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"}
 MASKED |= {"created_cache_tokens", "cache_write_tokens"}  # depend on what each server was asked before
+MASKED |= {"root"}  # of a model: plain vLLM shows a path on its disk
 DROPPED = {"sequence_number"}  # follows the chunk borders, which may differ
 MERGED = ("delta", "text", "thinking", "partial_json")
 
@@ -49,7 +50,7 @@ def parse_events(text: str) -> list[tuple[str | None, Any]]:
 def ask(url: str, path: str, body: Any = None, method: str = "POST", headers: dict | None = None) -> Answer:
     """Send a request (`body` as JSON unless it is bytes) and read the whole answer."""
     content = {"content": body} if isinstance(body, bytes) else {"json": body} if body is not None else {}
-    reply = httpx.request(method, url + path, headers=headers, timeout=180, **content)  # type: ignore[arg-type]
+    reply = httpx.request(method, url + path, headers=headers, timeout=180, **content)
     answer = Answer(reply.status_code, reply.headers)
     if answer.kind == "text/event-stream":
         answer.events = parse_events(reply.text)

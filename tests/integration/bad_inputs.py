@@ -22,6 +22,7 @@ from .shapes import (
 
 JSON = {"content-type": "application/json"}
 OVERLONG = "word " * 3000
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 COUNT_TOKENS = "/v1/messages/count_tokens"
 
 
@@ -48,7 +49,7 @@ def _chats(param: str | None, **rows: dict[str, Any]) -> list[Bad]:
 
 
 def _completions(param: str | None, **rows: dict[str, Any]) -> list[Bad]:
-    return [Bad(f"completions-{name}".replace("_", "-"), COMPLETIONS, complete(**m), param=param) for name, m in rows.items()]
+    return [Bad(f"completions-{n}".replace("_", "-"), COMPLETIONS, complete(**m), param=param) for n, m in rows.items()]
 
 
 def _structured(**constraint: Any) -> dict[str, Any]:
@@ -78,7 +79,7 @@ SAMPLING = [
     *_chats("logit_bias", bias_bad_key={"logit_bias": {"x": 1}}, bias_unknown_id={"logit_bias": {"999999": 1}}),
     *_chats("stop", stop_empty={"stop": [""]}, stop_number={"stop": 3}),
     *_chats("stop_token_ids", stop_ids_unknown={"stop_token_ids": [10**9]}, stop_ids_text={"stop_token_ids": ["x"]}),
-    *_chats("allowed_token_ids", allowed_unknown={"allowed_token_ids": [10**9]}, allowed_none={"allowed_token_ids": []}),
+    *_chats("allowed_token_ids", allow_unknown={"allowed_token_ids": [10**9]}, allow_none={"allowed_token_ids": []}),
     *_chats("bad_words", bad_words_text={"bad_words": 3}),
 ]
 STRUCTURED = [
@@ -99,12 +100,12 @@ STRUCTURED = [
 PROMPTS = [
     *_chats("messages", messages_empty={"messages": []}, messages_text={"messages": "hello"}),
     *_chats("messages", messages_no_role={"messages": [{"content": "x"}]}),
-    *_chats("messages", messages_image={"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}),
+    *_chats("messages", messages_image={"messages": [{"role": "user", "content": [IMAGE]}]}),
     *_chats("input_tokens", overlong={"messages": [{"role": "user", "content": OVERLONG}]}),
     Bad("chat-stream-options-number", CHAT, chat(stream=True, stream_options=3), param="stream_options"),
     Bad("chat-no-messages", CHAT, {"model": MODEL}, param="messages"),
     Bad("chat-options-without-stream", CHAT, chat(stream_options={"include_usage": True}), param="stream_options"),
-    *_completions("prompt", prompt_missing={"prompt": None}, prompt_empty={"prompt": []}, prompt_object={"prompt": {"a": 1}}),
+    *_completions("prompt", prompt_missing={"prompt": None}, prompt_empty={"prompt": []}, prompt_object={"prompt": {}}),
     *_completions("prompt", prompt_ids_unknown={"prompt": [10**9]}, prompt_ids_negative={"prompt": [-1]}),
     *_completions("input_tokens", overlong={"prompt": OVERLONG}),
     *_completions("logprobs", logprobs_50={"logprobs": 50}, logprobs_negative={"logprobs": -2}),
@@ -155,7 +156,7 @@ WIRE = [
     Bad("body-not-utf8", CHAT, b'{"model": "\xff\xfe"}', headers=JSON),
     Bad("body-nan", CHAT, b'{"model": "%s", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}'
         % MODEL.encode(), headers=JSON, param="temperature"),
-    Bad("body-surrogate", CHAT, b'{"model": "%s", "max_tokens": 2, "messages": [{"role": "user", "content": "\\ud800"}]}'
+    Bad("body-surrogate", CHAT, b'{"model": "%s", "messages": [{"role": "user", "content": "\\ud800"}]}'
         % MODEL.encode(), headers=JSON),
     Bad("body-deep", CHAT, b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", headers=JSON),
     Bad("body-too-large", CHAT, b'{"x": "' + b"x" * MAX_BODY_BYTES + b'"}', 413, headers=JSON),

