@@ -246,7 +246,7 @@ class FleetEngineClient(EngineClient):
 
     # The rest of the interface
 
-    async def get_supported_tasks(self) -> tuple[str, ...]:  # type: ignore[override]
+    async def get_supported_tasks(self) -> tuple[str, ...]:
         """Text generation only."""
         return ("generate",)
 
@@ -275,10 +275,9 @@ class FleetEngineClient(EngineClient):
         """Same as `close`."""
         self.close()
 
-    async def encode(self, *args: Any, **kwargs: Any) -> Any:
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Pooling models are not served."""
         raise NotImplementedError("pooling models are not served by this fleet")
-        yield
 
     async def _not_here(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("this belongs to one engine; a fleet's ingress cannot do it")

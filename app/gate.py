@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from app.blame import blame
 from app.errors import BodyTooLarge, FleetError, MethodNotAllowed, RouteNotFound, early_error, error_body
 from app.vllm_compat import openai_error
 
@@ -101,7 +102,7 @@ class Gate:
             answer.headers.append((b"retry-after", b"5"))
             return await answer.json(503, body)
         receive = await _bounded_body(scope, receive, self._max_body_bytes)
-        await self._app(scope, receive, answer.hold_stream(box))
+        await self._app(scope, receive, answer.hold(path, box))
 
 
 async def _bounded_body(scope: Message, receive: Receive, limit: int) -> Receive:
@@ -171,33 +172,56 @@ class _Answer:
         if (seconds := getattr(error, "retry_after", None)) is not None:
             self.headers.append((b"retry-after", str(seconds).encode()))
 
-    def hold_stream(self, box: dict[str, Exception]) -> Send:
-        """A send that keeps an event stream's 200 back until its first byte.
+    def hold(self, path: str, box: dict[str, Exception]) -> Send:
+        """A send that keeps the start of some answers back until their status and body are known.
 
-        An error that `generate()` recorded in `box` before its first output becomes a real status instead.
-        A keep-alive comment releases the 200; after that errors are in-band.
+        An event stream waits for its first byte: an error that `generate()` recorded in `box` before its first output
+        becomes a real status. A keep-alive comment releases the 200; after that errors are in-band. An error answer
+        is completed to OpenAI's shape (`_mended`).
         """
         held: Message | None = None
+        body = bytearray()
 
         async def send(message: Message) -> None:
             nonlocal held
             if message["type"] == "http.response.start":
-                content_type = dict(message["headers"]).get(b"content-type", b"")
-                if content_type.startswith(b"text/event-stream"):
-                    held = message
-                    return
                 if (error := box.get("error")) is not None:
                     self._retry_after(error)
+                if message["status"] >= 400 or _is_event_stream(message):
+                    held = message
+                    return
             elif held is not None:
+                if held["status"] >= 400:
+                    body.extend(message.get("body", b""))
+                    if message.get("more_body", False):
+                        return
+                    self.headers += [(name, value) for name, value in held["headers"] if name.lower() == b"retry-after"]
+                    return await self.json(held["status"], _mended(path, held["status"], bytes(body)))
                 start, held = held, None
                 if (error := box.get("error")) is not None:
                     self._retry_after(error)
-                    status, body = openai_error(error)
-                    return await self.json(status, body)
+                    status, answer = openai_error(error)
+                    return await self.json(status, {"error": blame(path, answer["error"])})
                 await self(start)
             await self(message)
 
         return send
+
+
+def _is_event_stream(start: Message) -> bool:
+    return bool(dict(start["headers"]).get(b"content-type", b"").startswith(b"text/event-stream"))
+
+
+def _mended(path: str, status: int, body: bytes) -> dict[str, Any]:
+    """An error answer of vLLM's app in OpenAI's shape (Anthropic's on its paths), with the field to blame."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return error_body(status, body.decode("utf-8", "replace") or "the request failed")
+    if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
+        return answer if path.startswith("/v1/messages") else {**answer, "error": blame(path, answer["error"])}
+    detail = answer.get("detail") if isinstance(answer, dict) else None
+    return error_body(status, str(detail or "the request failed"))
 
 
 def _request_id(scope: Message) -> str:

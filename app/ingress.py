@@ -9,7 +9,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from app.config import TidegateConfig, load_config
+from app.config import load_config
 from app.fleet_client import FleetEngineClient
 from app.gate import Gate
 from app.python_api import PythonApi
@@ -19,13 +19,11 @@ from deployments.router import FleetRouter
 from deployments.routing import find_router
 
 
-
-
 @serve.ingress()
 class Ingress:
     """Tokenises, routes, detokenises. Holds no weights; run as many replicas as the token rate needs."""
 
-    async def __init__(self, raw_config: dict[str, Any], model_path: str, engines: DeploymentHandle) -> None:
+    async def __init__(self, raw_config: dict[str, Any], model_path: str, engines: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         config = load_config(raw_config)
         front_end = {name: getattr(config.ingress, name) for name in config.ingress.FRONT_END}
         arguments = serve_arguments(config.engine_args(model_path), front_end)
@@ -97,8 +95,7 @@ class Ingress:
             return {}
         fields = ("state", "running", "waiting", "free_blocks", "total_blocks", "queued_tokens", "preemptions")
         return {
-            name: {field: getattr(report, field) for field in fields}
-            for name, report in list(router.reports.items())
+            name: {field: getattr(report, field) for field in fields} for name, report in list(router.reports.items())
         }
 
     async def __del__(self) -> None:

@@ -77,7 +77,9 @@ class PythonApi:
             result["finish_reason"], result["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
         return result
 
-    async def generate_tokens_stream(self, prompt: list[int], sampling: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def generate_tokens_stream(
+        self, prompt: list[int], sampling: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
         """New tokens of one sequence, piece by piece."""
         try:
             params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)

@@ -84,6 +84,8 @@ async def build_openai_app(arguments: Namespace, client: EngineClient) -> FastAP
     """vLLM's FastAPI app with its OpenAI and Anthropic serving classes over `client`."""
     app = build_app(arguments, TASKS, client.model_config)
     await init_app_state(client, app.state, arguments, TASKS)
+    for model in app.state.openai_serving_models.base_model_paths:
+        model.model_path = model.name  # /v1/models would show where the weights lie on this machine
     return app
 
 

@@ -29,7 +29,7 @@ _submit_decoder = msgspec.msgpack.Decoder(Submit)
 class EngineReplica:
     """Runs one engine; each `generate` call is one sequence whose tokens leave by the delta link."""
 
-    async def __init__(self, settings: ReplicaSettings) -> None:
+    async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
         if settings.threads is not None:

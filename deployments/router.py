@@ -24,6 +24,7 @@ from policies.fleet import FleetTable
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
+
 class FleetRouter(RequestRouter):
     """Chooses the replica of each `generate` call from its keywords `ticket` and `prompt_tokens`.
 
@@ -31,7 +32,7 @@ class FleetRouter(RequestRouter):
     """
 
     def initialize_state(self, balancing: dict[str, Any], wait_for_replica_s: float = 5.0) -> None:
-        """Called by Serve with `request_router_kwargs`; `balancing` is the policy spec until a replica announces another."""
+        """Called by Serve with `request_router_kwargs`; `balancing` holds until a replica announces other settings."""
         self._wait_for_replica_s = wait_for_replica_s
         self._rng = np.random.default_rng()
         self._replica_by_name: dict[str, RunningReplica] = {}

@@ -1,4 +1,4 @@
-"""What an engine replica and its routers are set to; policies as users write them: `{"policy": name, parameters...}`."""
+"""What an engine replica and its routers are set to; policies as users write them: {"policy": name, parameters...}."""
 
 from __future__ import annotations
 
