@@ -16,6 +16,7 @@ from ray import serve
 from deployments.delta_link import DeltaSender
 from deployments.load_page import LoadPage
 from deployments.reports import ReportPublisher
+from deployments.serve_replica import is_stopping
 from deployments.settings import ReplicaSettings, bound_cores, make_policy, policy_spec
 from deployments.wire import Outcome, Submit
 from policies.balancing import BALANCING
@@ -89,8 +90,12 @@ class EngineReplica:
         await self._engine.check_health()
 
     async def _watch_engine(self) -> None:
-        """Leave routing at once when the EngineCore dies, even with no request in flight."""
+        """Leave routing at once when Serve stops this replica or the EngineCore dies, with or without requests."""
+        draining = False
         while not self._engine.errored:
+            if not draining and is_stopping():
+                draining = True
+                self._reports.set_state("draining")
             await asyncio.sleep(0.05)
         self._die()
 

@@ -36,6 +36,7 @@ class FleetRouter(RequestRouter):
         self._wait_for_replica_s = wait_for_replica_s
         self._rng = np.random.default_rng()
         self._replica_by_name: dict[str, RunningReplica] = {}
+        self._listed: set[str] = set()
         self._tickets: defaultdict[tuple[ReplicaID, str], deque[int]] = defaultdict(deque)
         self._subscriber: ReportSubscriber | None = None
         self._settings_t = 0.0
@@ -54,20 +55,44 @@ class FleetRouter(RequestRouter):
         super().update_replicas(replicas)
         if self._subscriber is None:
             self._subscriber = ReportSubscriber(self._on_report, self._event_loop)
-        known, self._replica_by_name = self._replica_by_name, {r.replica_id.unique_id: r for r in replicas}
-        for name in known.keys() - self._replica_by_name.keys():
-            self.table.leave(name)
-            self.reports.pop(name, None)
-        for name in self._replica_by_name.keys() - known.keys():
+        self._listed = {r.replica_id.unique_id for r in replicas}
+        for replica in replicas:
+            name = replica.replica_id.unique_id
+            self._replica_by_name[name] = replica
             self.table.join(name)
-        self._subscriber.set_endpoints({r.replica_metadata["reports"] for r in replicas if r.replica_metadata})
+        for name in self._replica_by_name.keys() - self._listed:
+            self._check_unlisted(name)
+        self._follow_reports()
+
+    def _follow_reports(self) -> None:
+        if self._subscriber is not None:
+            metadata = (replica.replica_metadata for replica in self._replica_by_name.values())
+            self._subscriber.set_endpoints({data["reports"] for data in metadata if data})
+
+    def _check_unlisted(self, name: str) -> None:
+        """Drop a replica that Serve no longer lists, unless it still reports that it serves.
+
+        Serve also takes a healthy replica off its list for the moment in which its user_config changes; a replica that
+        really stops says `draining`, and one that is gone says nothing.
+        """
+        if name in self._listed or name not in self._replica_by_name:
+            return
+        report = self.reports.get(name)
+        if report is not None and report.state == "serving" and name not in self.table.stale(time.monotonic()):
+            self._event_loop.call_later(0.1, self._check_unlisted, name)
+        else:
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        self._replica_by_name.pop(name, None)
+        self.table.leave(name)
+        self.reports.pop(name, None)
+        self._follow_reports()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Take a dead replica out at once, before Serve's controller notices."""
         super().on_replica_actor_died(replica_id)
-        self._replica_by_name.pop(replica_id.unique_id, None)
-        self.table.leave(replica_id.unique_id)
-        self.reports.pop(replica_id.unique_id, None)
+        self._drop(replica_id.unique_id)
 
     def _on_report(self, report: ReplicaReport) -> None:
         if report.replica not in self._replica_by_name:

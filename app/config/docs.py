@@ -22,11 +22,13 @@ _INTRO = """\
 <!-- Generated: python -m app.config > docs/configuration.md -->
 
 Everything below is written under `applications[].args` of the Serve file (`serve_config.yaml`). All keys are optional.
-An unknown key or a value out of range stops `serve run` before anything starts, with one line per problem:
+An unknown key or a value out of range stops `serve run` before any replica starts, with one line per problem:
 
 ```text
 ingress.num_replicas: out of range (got 0); allowed: integer >= 1 and <= 1024; set an allowed value or ...
 ```
+
+`python -m app.config FILE` checks a Serve file without starting anything.
 
 What changes without a restart stands under `deployments` of the same application, see [user_config](#user_config).
 """

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from ray.serve.schema import ServeDeploySchema
 
-from app.config import UserConfig, load_config
+from app.config import ConfigError, check_file, load_config
 from app.config.docs import reference
+from app.config.files import IMPORT_PATH
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("*.yaml"), *(ROOT / "examples").glob("*.yaml")])
@@ -23,17 +25,10 @@ def _device(file: Path) -> Any:
 @pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
 def test_every_serve_file_is_valid(file: Path) -> None:
     """Serve's schema, our args and the live settings all accept the file, on the device that its name says."""
-    content = yaml.safe_load(file.read_text())
-    ServeDeploySchema.model_validate(content)
-    (application,) = content["applications"]
-    assert application["import_path"] == "app.main:build"
-    config = load_config(application["args"], _device(file))
-    for deployment in application["deployments"]:
-        assert deployment.keys() == {"name", "user_config"}
-        live = UserConfig.model_validate(deployment["user_config"])
-        assert live.scheduling is not None
-        assert live.balancing is not None
-    assert config.deployment_config.fleet_size >= 2
+    check_file(file, _device(file))
+    (application,) = yaml.safe_load(file.read_text())["applications"]
+    assert application["import_path"] == IMPORT_PATH
+    assert load_config(application["args"], _device(file)).deployment_config.fleet_size >= 2
 
 
 def test_there_is_a_default_and_an_example_for_one_and_for_several_gpus() -> None:
@@ -54,3 +49,43 @@ def test_the_reference_page_is_current() -> None:
     assert (ROOT / "docs/configuration.md").read_text() == reference(), (
         "run: python -m app.config > docs/configuration.md"
     )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "path", "remedy"),
+    [
+        (
+            "num_replicas: 2",
+            "num_replicas: 0",
+            "applications[0].args.deployment_config.num_replicas",
+            "remove the line",
+        ),
+        ("alpha: 1.0", "alfa: 1.0", "applications[0].deployments[0].user_config.scheduling.alfa", "did you mean alpha"),
+        ("policy: sal", "policy: best", "applications[0].deployments[0].user_config.balancing.policy", "choose one"),
+        ("name: EngineReplica", "name: Engine", "applications[0].deployments[0].name", "did you mean EngineReplica"),
+        ("port: 8000", "port: web", "http_options.port", "allowed value"),
+        ("import_path:", "import_paht:", "applications[0].import_path", "add it"),
+        ("applications:", "applications: [", "{file}", "the place named"),
+    ],
+)
+def test_a_mistake_anywhere_in_the_file_is_found(tmp_path: Path, old: str, new: str, path: str, remedy: str) -> None:
+    """Serve's keys, args and live settings are all checked, each problem under its full path in the file."""
+    text = (ROOT / "serve_config.yaml").read_text()
+    assert old in text
+    file = tmp_path / "serve.yaml"
+    file.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError) as caught:
+        check_file(file, "cpu")
+    problem = caught.value.problems[0]
+    assert problem.path == path.format(file=file)
+    assert remedy in problem.remedy
+
+
+def test_the_command_checks_a_file_and_says_so(tmp_path: Path) -> None:
+    """`python -m app.config FILE` answers 0 for a valid file, 1 and the problems for another."""
+    command = [sys.executable, "-m", "app.config"]
+    good = subprocess.run([*command, "serve_config.yaml"], cwd=ROOT, capture_output=True, text=True)
+    assert (good.returncode, good.stdout) == (0, "serve_config.yaml is valid\n")
+    bad = subprocess.run([*command, str(tmp_path / "none.yaml")], cwd=ROOT, capture_output=True, text=True)
+    assert bad.returncode == 1
+    assert "No such file" in bad.stderr

@@ -1,0 +1,61 @@
+"""Check a whole Serve file: Serve's own keys, the `args` of its Tidegate applications and their live settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from app.config.engine import Device
+from app.config.errors import ConfigError, Problem, problems_of, suggestion
+from app.config.schema import UserConfig, load_config
+
+IMPORT_PATH = "app.main:build"
+_DEPLOYMENTS = ("EngineReplica", "Ingress")
+
+
+def check_file(path: Path, device: Device | None = None) -> None:
+    """Raise ConfigError with every problem of the file; OSError if it cannot be read."""
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(
+            [Problem(str(path), "not YAML", where, "a YAML mapping", "correct the place named")]
+        ) from error
+    try:
+        ServeDeploySchema.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, ServeDeploySchema, content)) from error
+    problems = [
+        replace(problem, path=f"applications[{index}].{problem.path}")
+        for index, application in enumerate(content["applications"])
+        if application["import_path"] == IMPORT_PATH
+        for problem in _application(application, device)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _application(application: dict[str, Any], device: Device | None) -> Iterator[Problem]:
+    try:
+        load_config(application.get("args") or {}, device)
+    except ConfigError as error:
+        for problem in error.problems:
+            yield problem if problem.path == "args" else replace(problem, path=f"args.{problem.path}")
+    for index, deployment in enumerate(application.get("deployments") or []):
+        place, name = f"deployments[{index}]", deployment["name"]
+        if name not in _DEPLOYMENTS:
+            remedy = suggestion(name, _DEPLOYMENTS) + "rename or remove it"
+            yield Problem(f"{place}.name", "no such deployment", name, ", ".join(_DEPLOYMENTS), remedy)
+        elif name == "EngineReplica" and (settings := deployment.get("user_config")) is not None:
+            try:
+                UserConfig.model_validate(settings)
+            except ValidationError as error:
+                for problem in problems_of(error, UserConfig, settings):
+                    yield replace(problem, path=f"{place}.user_config.{problem.path}")
