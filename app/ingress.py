@@ -25,8 +25,7 @@ class Ingress:
 
     async def __init__(self, raw_config: dict[str, Any], model_path: str, engines: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         config = load_config(raw_config)
-        front_end = {name: getattr(config.ingress, name) for name in config.ingress.FRONT_END}
-        arguments = serve_arguments(config.engine_args(model_path), front_end)
+        arguments = serve_arguments(config.engine_args(model_path), config.ingress.front_end())
         self._config = config
         self._engines = engines
         # Serve builds a handle's router with its first call; the fleet's state is wanted before the first request.

@@ -37,7 +37,7 @@ def build(args: dict[str, Any]) -> Application:
         balancing=config.balancing.model_dump(),
         threads=_threads(config),
     )
-    ingress = serve.deployment(Ingress, name="Ingress").options(**_ingress_options(config))
+    ingress = serve.deployment(Ingress, name="Ingress").options(**config.ingress_options())
     return ingress.bind(args, model_path, engines.bind(settings))
 
 
@@ -48,11 +48,3 @@ def _threads(config: TidegateConfig) -> int | None:
     if isinstance(config.cpu.threads_per_replica, int):
         return config.cpu.threads_per_replica
     return max(1, (os.cpu_count() or 1) // config.deployment_config.fleet_size)
-
-
-def _ingress_options(config: TidegateConfig) -> dict[str, Any]:
-    return {
-        "num_replicas": config.ingress.num_replicas,
-        "max_ongoing_requests": config.ingress.max_ongoing_requests,
-        "ray_actor_options": {"num_cpus": config.ingress.num_cpus, "runtime_env": config.runtime_env or {}},
-    }

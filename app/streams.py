@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Failover:
-    """Bounds of re-sending: submissions per sequence and seconds from its first one."""
+    """Bounds of re-sending: submissions per sequence, and seconds from the first one that failed."""
 
     max_attempts: int
     timeout_s: float
@@ -77,13 +78,17 @@ async def run_stream(
 
     A lost replica is answered by a new submission elsewhere while the client has no token yet.
     """
-    deadline = time.monotonic() + failover.timeout_s
-    lost = 0
+    deadline, lost = math.inf, 0
     while True:
         stream.epoch += 1
-        problem = await _submit(stream, handle, reply_to)
+        problem: Exception | None
+        try:
+            problem = await _submit(stream, handle, reply_to)
+        except Exception as error:  # whatever it is, the client must not wait for a task that ended
+            problem = error
         if problem is None:
             return
+        deadline = min(deadline, time.monotonic() + failover.timeout_s)
         if isinstance(problem, NoReplicaAvailable) and time.monotonic() < deadline:
             continue  # the router has waited for one already
         if not isinstance(problem, _Lost):

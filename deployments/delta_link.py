@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -22,13 +23,23 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Delta])
 
 
-class DeltaSender:
-    """Replica side: collects the deltas of one event-loop turn (one engine step) and sends them per ingress."""
+_RETRY_S = 0.002
+_LOST_S = 5.0
 
-    def __init__(self) -> None:
+
+class DeltaSender:
+    """Replica side: collects the deltas of one event-loop turn (one engine step) and sends them per ingress.
+
+    Tokens are never dropped: those for an ingress that cannot be reached wait, and after 5 s `on_lost` is called with
+    its endpoint, since nobody reads them any more.
+    """
+
+    def __init__(self, on_lost: Callable[[str], None]) -> None:
+        self._on_lost = on_lost
         self._context = zmq.Context()
-        self._sockets: dict[str, zmq.Socket] = {}
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._pending: dict[str, list[Delta]] = {}
+        self._unreachable_since: dict[str, float] = {}
 
     def send(self, reply_to: str, delta: Delta) -> None:
         """Queue a delta for an ingress; it leaves at the end of this loop turn, together with its step's others."""
@@ -39,13 +50,24 @@ class DeltaSender:
     def _flush(self) -> None:
         pending, self._pending = self._pending, {}
         for reply_to, deltas in pending.items():
-            self._socket(reply_to).send(_encoder.encode(deltas), zmq.NOBLOCK)
+            try:
+                self._socket(reply_to).send(_encoder.encode(deltas), zmq.NOBLOCK)
+                self._unreachable_since.pop(reply_to, None)
+            except zmq.Again:  # not connected (yet)
+                if time.monotonic() - self._unreachable_since.setdefault(reply_to, time.monotonic()) < _LOST_S:
+                    self._pending[reply_to] = deltas
+                else:
+                    self.forget(reply_to)
+                    self._on_lost(reply_to)
+        if self._pending:
+            asyncio.get_running_loop().call_later(_RETRY_S, self._flush)
 
-    def _socket(self, reply_to: str) -> zmq.Socket:
+    def _socket(self, reply_to: str) -> zmq.Socket[bytes]:
         socket = self._sockets.get(reply_to)
         if socket is None:
             socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, 0)  # tokens are never dropped; a vanished ingress is forgotten by `forget`
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # queue for a live connection only, so that a dead ingress is noticed
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(reply_to)
             self._sockets[reply_to] = socket
@@ -53,12 +75,13 @@ class DeltaSender:
 
     def forget(self, reply_to: str) -> None:
         """Drop the connection to an ingress that no stream needs any more."""
+        self._unreachable_since.pop(reply_to, None)
+        self._pending.pop(reply_to, None)
         if (socket := self._sockets.pop(reply_to, None)) is not None:
             socket.close()
 
     def close(self) -> None:
-        """Send what is queued and close every connection, waiting at most one second for the peer."""
-        self._flush()
+        """Close every connection; what was sent gets at most one second to leave."""
         for socket in self._sockets.values():
             socket.setsockopt(zmq.LINGER, 1000)
             socket.close()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import msgspec
@@ -17,13 +17,12 @@ from deployments.delta_link import DeltaSender
 from deployments.load_page import LoadPage
 from deployments.reports import ReportPublisher
 from deployments.serve_replica import is_stopping
-from deployments.settings import ReplicaSettings, bound_cores, make_policy, policy_spec
+from deployments.settings import ReplicaSettings, bound_cores, live_settings, policy_spec
 from deployments.wire import Outcome, Submit
-from policies.balancing import BALANCING
-from policies.scheduling import SCHEDULING
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
+_IDLE_LINK_S = 60.0
 _submit_decoder = msgspec.msgpack.Decoder(Submit)
 
 
@@ -41,8 +40,8 @@ class EngineReplica:
 
         self._page = LoadPage.create(f"tidegate-{os.getpid()}-{uuid.uuid4().hex[:8]}")
         self._engine = start_engine(settings.engine_args, policy_spec(settings.scheduling), self._page.name)
-        self._links = DeltaSender()
-        self._streams_per_ingress: Counter[str] = Counter()
+        self._links = DeltaSender(self._ingress_lost)
+        self._calls: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by the ingress that they reply to
         self._reports = ReportPublisher(self._page, self._replica_id, ray.util.get_node_ip_address())
         self._reports.set_settings(settings.balancing)
         self._watch = asyncio.get_running_loop().create_task(self._watch_engine())
@@ -61,14 +60,30 @@ class EngineReplica:
         from deployments.engine import generate
 
         submit = _submit_decoder.decode(frame)
-        self._streams_per_ingress[submit.reply_to] += 1
+        calls, call = self._calls[submit.reply_to], asyncio.current_task()
+        assert call is not None
+        calls.add(call)
         try:
             outcome = await generate(self._engine, submit, self._links)
         finally:
-            self._streams_per_ingress[submit.reply_to] -= 1
+            calls.discard(call)
+            if not calls:
+                asyncio.get_running_loop().call_later(_IDLE_LINK_S, self._forget_if_idle, submit.reply_to)
         if outcome.fault == "engine" and self._engine.errored:
             self._die()
         return outcome
+
+    def _ingress_lost(self, reply_to: str) -> None:
+        """Abort the sequences of an ingress that is gone: Serve does not cancel the calls of a dead caller."""
+        calls = self._calls.pop(reply_to, set())
+        logger.warning("ingress %s is gone, aborting its %d sequences", reply_to, len(calls))
+        for call in calls:
+            call.cancel()
+
+    def _forget_if_idle(self, reply_to: str) -> None:
+        if not self._calls.get(reply_to):
+            self._calls.pop(reply_to, None)
+            self._links.forget(reply_to)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply live settings (`user_config`): the scheduling policy here, the balancing policy in every router.
@@ -76,11 +91,10 @@ class EngineReplica:
         Settings that a policy refuses are logged and leave the ones before in force.
         """
         try:
-            if scheduling := user_config.get("scheduling"):
-                make_policy(SCHEDULING, scheduling)
+            scheduling, balancing = live_settings(user_config)
+            if scheduling:
                 self._page.set_policy(policy_spec(scheduling))
-            if balancing := user_config.get("balancing"):
-                make_policy(BALANCING, balancing)
+            if balancing:
                 self._reports.set_settings(balancing)
         except ValueError:
             logger.exception("user_config refused, the settings before it stay in force")

@@ -37,8 +37,9 @@ class FleetRouter(RequestRouter):
         self._rng = np.random.default_rng()
         self._replica_by_name: dict[str, RunningReplica] = {}
         self._listed: set[str] = set()
-        self._tickets: defaultdict[tuple[ReplicaID, str], deque[int]] = defaultdict(deque)
+        self._tickets: defaultdict[tuple[ReplicaID, str], deque[int | None]] = defaultdict(deque)
         self._subscriber: ReportSubscriber | None = None
+        self._settings: dict[str, Any] = {}
         self._settings_t = 0.0
         self.reports: dict[str, ReplicaReport] = {}
         self.table = FleetTable()
@@ -47,8 +48,11 @@ class FleetRouter(RequestRouter):
         register_router(self._deployment_id.name, self)
 
     def _apply_settings(self, balancing: dict[str, Any]) -> None:
+        if balancing == self._settings:
+            return  # each replica announces them again when it starts: what the policy has learnt stays
         self.policy = make_policy(BALANCING, balancing)
         self.table.stale_s = balancing.get("stale_s", self.table.stale_s)
+        self._settings = balancing
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Follow the set of running replicas and where each publishes its reports."""
@@ -112,8 +116,9 @@ class FleetRouter(RequestRouter):
         keywords = pending_request.kwargs
         ticket = keywords.get("ticket")
         prompt_tokens = keywords.get("prompt_tokens", 0)
+        internal_id = pending_request.metadata.internal_request_id
         if is_retry and ticket is not None:
-            self.table.complete(ticket)
+            self._forget_attempt(ticket, internal_id)
         name = keywords.get("target_replica")
         if name is None:
             name = await self._choose(prompt_tokens)
@@ -122,8 +127,16 @@ class FleetRouter(RequestRouter):
             raise NoReplicaError(f"replica {name} is gone")
         if ticket is not None:
             self.table.dispatch(ticket, name, prompt_tokens)
-            self._tickets[replica.replica_id, pending_request.metadata.internal_request_id].append(ticket)
+            self._tickets[replica.replica_id, internal_id].append(ticket)
         return replica
+
+    def _forget_attempt(self, ticket: int, internal_id: str) -> None:
+        """Close the entry of a refused attempt; Serve reports its end later, which must not close the next one's."""
+        self.table.complete(ticket)
+        for (_, request_id), tickets in self._tickets.items():
+            if request_id == internal_id and ticket in tickets:
+                tickets.remove(ticket)
+                tickets.appendleft(None)
 
     async def _choose(self, prompt_tokens: int) -> str:
         if not self.table.ids:
@@ -150,7 +163,8 @@ class FleetRouter(RequestRouter):
         """Close one ledger entry; sibling calls of one HTTP request share the id, so each call closes one."""
         key = (replica_id, internal_request_id)
         if tickets := self._tickets.get(key):
-            self.table.complete(tickets.popleft())
+            if (ticket := tickets.popleft()) is not None:
+                self.table.complete(ticket)
             if not tickets:
                 del self._tickets[key]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from policies.registry import Registry
+from policies.balancing import BALANCING
+from policies.registry import PolicyError, Registry
+from policies.scheduling import SCHEDULING
 
 P = TypeVar("P")
 
@@ -36,6 +38,23 @@ def make_policy(registry: Registry[P], settings: dict[str, Any]) -> P:
     """The policy of a section; PolicyError (a ValueError) names what is wrong with it."""
     spec = policy_spec(settings)
     return registry.make(spec.pop("name"), **spec)
+
+
+def live_settings(user_config: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The `scheduling` and `balancing` sections of a user_config, None where it has none.
+
+    Raises PolicyError, which names the key, if any part of it cannot be used: all of it changes, or nothing.
+    """
+    registries: dict[str, Registry[Any]] = {"scheduling": SCHEDULING, "balancing": BALANCING}
+    for key, section in user_config.items():
+        if key not in registries:
+            raise PolicyError(f"user_config has no key {key!r}: it takes {', '.join(registries)}.", key)
+        if section is None:
+            continue
+        if not isinstance(section, dict) or "policy" not in section:
+            raise PolicyError(f"user_config.{key} must be a mapping with the key `policy`, got {section!r}.", key)
+        make_policy(registries[key], section)
+    return user_config.get("scheduling"), user_config.get("balancing")
 
 
 def bound_cores(local_rank: int, threads: int, cores: int) -> str:
