@@ -88,7 +88,7 @@ class FleetEngineClient(EngineClient):
         error: FleetError | None = None
         if not self._has_replica():
             error = NoReplicaAvailable("no engine replica can take requests now; try again later", retry_after=5)
-        elif (excess := len(self._queued) + n - self._max_queued) > 0:
+        elif (excess := len(self._queued) + min(n, self._max_queued) - self._max_queued) > 0:
             wait = self._first_tokens.seconds_for(excess)
             error = Overloaded(
                 f"{len(self._queued)} requests wait for their first token, the limit is {self._max_queued} "

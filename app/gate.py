@@ -39,10 +39,11 @@ ROUTES: dict[str, tuple[str, ...]] = {
     "/health/ready": ("GET",),
 }
 _PATTERNS = [
-    (re.compile("^" + re.sub(r"\{\w+\}", "[^/]+", path) + "$"), methods)
+    (re.compile("^" + path.replace("{id}", "resp_[^/]+") + "$"), methods)
     for path, methods in ROUTES.items()
     if "{" in path
 ]
+_REQUEST_ID = re.compile(r"^[\x21-\x7e]{1,128}$")
 
 
 class Gate:
@@ -225,6 +226,14 @@ def _mended(path: str, status: int, body: bytes) -> dict[str, Any]:
 
 
 def _request_id(scope: Message) -> str:
-    """The id that Serve took from, or gave to, the request; Serve puts it into the response as well."""
-    given = dict(scope["headers"]).get(b"x-request-id", b"")
-    return given.decode("latin-1")[:128] or uuid.uuid4().hex
+    """The id that Serve took from, or gave to, the request and puts into the response.
+
+    One that is not 1-128 visible ASCII characters is replaced for all that comes after us (answer ids, logs).
+    """
+    given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    if _REQUEST_ID.match(given):
+        return given
+    request_id = uuid.uuid4().hex
+    scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+    scope["headers"].append((b"x-request-id", request_id.encode()))
+    return request_id

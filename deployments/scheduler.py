@@ -118,7 +118,7 @@ class PolicySchedulerMixin(Scheduler):
 
     def figures(self) -> Figures:
         """Load now, from running sums: its cost does not grow with the queue or the batch."""
-        waiting, pool = self.waiting, self.kv_cache_manager.block_pool
+        waiting, head, pool = self.waiting, self.waiting.head, self.kv_cache_manager.block_pool
         queued = waiting.tokens
         for request in self._inflight_prefills:
             queued += request.num_tokens - request.num_computed_tokens
@@ -133,7 +133,7 @@ class PolicySchedulerMixin(Scheduler):
             running=len(self.running),
             waiting=len(waiting) + len(self.kv_holding_waiting),
             queued_tokens=queued,
-            head_blocks=-(-waiting.peek_request().num_tokens // self.block_size) if waiting else 0,
+            head_blocks=-(-head.num_tokens // self.block_size) if head else 0,
             batch_tokens=self.max_num_scheduled_tokens,
             max_num_seqs=self.max_num_active_reqs,
             preemptions=self.preemptions,

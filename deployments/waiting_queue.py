@@ -29,6 +29,11 @@ class PolicyRequestQueue(RequestQueue):
         self._weights: dict[Request, int] = {}  # what each request added to `tokens`: it may grow while it waits
         self._sorted = True
 
+    @property
+    def head(self) -> Request | None:
+        """First of the order last made, without making a new one: a look for statistics must not cost a sort."""
+        return self._queue[0] if self._queue else None
+
     def begin_step(self, context: SchedulerContext) -> None:
         """Take the snapshot by which requests are ordered until the next step."""
         self._context = context

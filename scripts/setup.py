@@ -69,7 +69,7 @@ def make_venv():
         if found.stdout.strip() == platform.python_version():
             return
     try:
-        import ensurepip  # noqa: F401, PLC0415
+        import ensurepip  # noqa: F401
     except ImportError:
         fail(
             "this Python cannot make virtual environments (no ensurepip). On Debian and Ubuntu: "
@@ -86,23 +86,28 @@ def install_torch(pin):
     """Install the CPU build of `pin` ("torch==x.y.z") from the first place that has it, else the plain build."""
     cpu = pin + "+cpu"
     installed = [str(PYTHON), "-c", "import importlib.metadata as m; print(m.version('torch'))"]
-    found = subprocess.run(installed, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, universal_newlines=True)
+    found = subprocess.run(
+        installed, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, universal_newlines=True, check=False
+    )
     if found.stdout.strip().split("+")[0] == pin.split("==")[1]:
         return say("torch %s is there already" % found.stdout.strip())
-    roads = [("pip's own configuration", [])]
+    roads: "list[tuple[str, list[str]]]" = [("pip's own configuration", [])]
     index = os.environ.get("TIDEGATE_TORCH_INDEX")
     if index:
         roads.append(("TIDEGATE_TORCH_INDEX", ["--index-url", index]))
     for name, options in roads:
-        probe = pip("install", "--dry-run", "--no-deps", "--quiet", *options, cpu, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        probe = pip("install", "--dry-run", "--no-deps", *options, cpu, **quiet)
         if probe.returncode == 0:
             say("%s: the CPU build, found through %s" % (cpu, name))
             if pip("install", "--no-deps", *options, cpu).returncode:
                 fail("installing %s failed (see above)" % cpu)
             return None
         say("%s: not found through %s" % (cpu, name))
-    say("%s: taking the plain build with its dependencies, several GB. Smaller and faster: set TIDEGATE_TORCH_INDEX" % pin)
-    say("    to the address of PyTorch's CPU wheel index (PyTorch's install page shows it) and start again")
+    say(
+        "%s: taking the plain build with its dependencies, several GB. For the small one set TIDEGATE_TORCH_INDEX" % pin
+    )
+    say("    to the address of PyTorch's CPU wheel index, which PyTorch's install page shows, and start again")
     if pip("install", pin).returncode:
         fail("installing %s failed (see above)" % pin)
     return None
@@ -116,7 +121,7 @@ def install_lock(total):
         [*command, "-r", str(LOCK)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
     )
     lines, seen = [], 0
-    for line in process.stdout:
+    for line in process.stdout or ():
         lines.append(line)
         match = re.match(r"(?:Collecting|Processing|Requirement already satisfied:) (?:.*/)?([^\s=]+)", line)
         if match:
@@ -151,7 +156,7 @@ def main():
         if PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted:
             return
         pins = [line.strip() for line in lock if line.strip() and not line.startswith("#")]
-        STAMP.unlink() if STAMP.exists() else None
+        STAMP.unlink(missing_ok=True)
         make_venv()
         install_torch(next(pin for pin in pins if pin.startswith("torch==")))
         install_lock(len(pins))

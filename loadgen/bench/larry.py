@@ -30,6 +30,8 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 32,
     "max_num_batched_tokens": 512,
     "block_size": 32,
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 128 << 20,
     "num_gpu_blocks_override": 129,  # 128 usable blocks, 4096 tokens: memory, not only the batch, is short
     "enable_prefix_caching": False,
     "enforce_eager": True,

@@ -186,7 +186,9 @@ def walked(scheduler: Any, requests: Iterable[Request]) -> dict[str, int]:
         for name in scheduler.requests
     )
     total = scheduler.cache_config.num_gpu_blocks - 1
-    head = next(iter(scheduler.waiting), None)
+    waits = {r for r in waiting if not scheduler.kv_holding_waiting}
+    first = next(iter(scheduler.waiting)) if scheduler.waiting.ordered else scheduler.waiting.head
+    head = first if waits else None
     return {
         "free_blocks": total - held,
         "total_blocks": total,

@@ -31,9 +31,9 @@ def fleet() -> Iterator[Server]:
     yield from _run(running("fleet") or start_fleet(replicas=1, dtype="float32"), "/health/ready")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fleet2() -> Iterator[Server]:
-    """Our fleet with two bfloat16 replicas, new for each test: for tests that kill parts of it."""
+    """Our fleet with two bfloat16 replicas, new for each module: for tests that kill parts of it."""
     yield from _run(start_fleet(replicas=2, dtype="bfloat16"), "/health/ready")
 
 

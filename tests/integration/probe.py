@@ -1,4 +1,4 @@
-"""Asks a running fleet for its state through its Python handle, from a process of its own.
+"""Calls a running fleet through its Python handle, from a process of its own.
 
 A test process that joined the fleet's Ray cluster could join no other; so a child does it: one JSON line per question.
 """
@@ -14,8 +14,16 @@ from typing import Any
 from .servers import ROOT, Server, ray_environment
 
 
+class CallFailed(Exception):
+    """A handle call raised; `kind` is the class name of what it raised."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
 class Probe:
-    """`state()` is what `fleet_state` of the application says: replica id -> running, waiting, blocks, state."""
+    """A Python handle of the application in a child process."""
 
     def __init__(self, server: Server) -> None:
         assert server.ray_dir is not None
@@ -29,20 +37,22 @@ class Probe:
             text=True,
         )
 
-    def ask(self, method: str = "fleet_state", *arguments: Any) -> Any:
-        """Call a method of the application's handle and return its JSON-able answer."""
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the application's handle; a list of pieces if its name ends in _stream."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        self._child.stdin.write(json.dumps([method, arguments]) + "\n")
+        self._child.stdin.write(json.dumps([method, arguments, named]) + "\n")
         self._child.stdin.flush()
         while line := self._child.stdout.readline():
             if line.startswith("answer "):
                 return json.loads(line.removeprefix("answer "))
+            if line.startswith("failed "):
+                raise CallFailed(*json.loads(line.removeprefix("failed ")))
         raise RuntimeError("the probe ended")
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The last load report of each replica."""
-        return self.ask()
+        """The last load report of each replica: replica id -> running, waiting, free_blocks, state, ..."""
+        return self.call("fleet_state")
 
     def total(self, figure: str) -> int:
         """Sum of one figure over the replicas that serve."""
@@ -63,9 +73,18 @@ def main() -> None:
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     handle = serve.get_app_handle("tidegate")
     for line in sys.stdin:
-        method, arguments = json.loads(line)
-        answer = getattr(handle, method).remote(*arguments).result(timeout_s=60)
-        print("answer " + json.dumps(answer), flush=True)
+        method, arguments, named = json.loads(line)
+        try:
+            if method.endswith("_stream"):
+                pieces = getattr(handle.options(stream=True), method).remote(*arguments, **named)
+                answer = list(pieces)
+            else:
+                answer = getattr(handle, method).remote(*arguments, **named).result(timeout_s=60)
+        except Exception as error:
+            cause = getattr(error, "cause", None) or error
+            print("failed " + json.dumps([type(cause).__name__, str(cause)]), flush=True)
+        else:
+            print("answer " + json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -185,7 +185,9 @@ def test_anthropic_messages(claude: anthropic.Anthropic) -> None:
     assert text == whole.content[0].text
     assert final.stop_reason == whole.stop_reason
     counted = claude.messages.count_tokens(model=MODEL, messages=QUESTION)
-    assert counted.input_tokens == whole.usage.input_tokens
+    usage = whole.usage  # input_tokens leaves out what was read from the prefix cache or written to it
+    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    assert counted.input_tokens == usage.input_tokens + cached
 
 
 def test_anthropic_errors(claude: anthropic.Anthropic) -> None:

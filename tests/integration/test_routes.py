@@ -9,7 +9,7 @@ import pytest
 
 from .answers import ask
 from .servers import Server
-from .shapes import CHAT, QUESTION, STREAM, chat
+from .shapes import CHAT, QUESTION, RESPONSES, STREAM, chat
 from .test_bad_inputs import error_of
 
 pytestmark = pytest.mark.integration
@@ -23,7 +23,7 @@ HIDDEN = [
     "/start_profile", "/stop_profile", "/update_weights", "/init_weight_transfer_engine", "/get_world_size",
     "/weight_info", "/weight_checker", "/fault_tolerance/apply", "/fault_tolerance/status", "/tokenizer_info",
     "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender",
-    "/v1/completions/render", "/v1/completions/derender", "/v1/responses/render", "/v1/messages/render",
+    "/v1/completions/render", "/v1/completions/derender", "/v1/messages/render",
     "/v1/embeddings", "/v1/score", "/v1/rerank", "/pooling", "/classify", "/v1/audio/transcriptions",
     "/v1/chat/completions/../../../docs", "/%2e%2e/docs", "/v1/responses/%2e%2e/%2e%2e/docs", "/V1/models",
 ]  # fmt: skip
@@ -84,12 +84,18 @@ def test_request_id_on_errors(fleet: Server) -> None:
         assert ask(fleet.url, path, body, headers={"X-Request-Id": "err-1"}).headers["x-request-id"] == "err-1"
 
 
+def test_responses_render_is_hidden(fleet: Server) -> None:
+    """What looks like the id of a response is one: nothing else answers at that path."""
+    assert ask(fleet.url, RESPONSES + "/render", method="GET").status == 404
+    assert ask(fleet.url, RESPONSES + "/render", {}).status == 405
+
+
 @pytest.mark.parametrize("value", ["x" * 500, "two words", ""], ids=["long", "space", "empty"])
 def test_odd_request_ids_are_replaced(fleet: Server, value: str) -> None:
-    """An id that would spoil a log line is replaced, not refused."""
+    """An id that would spoil a log line does not become the completion's id, and is no error."""
     answer = ask(fleet.url, CHAT, chat(max_tokens=1), headers={"X-Request-Id": value})
     assert answer.status == 200
-    assert answer.headers["x-request-id"] not in ("", value)
+    assert answer.body["id"].removeprefix("chatcmpl-") not in ("", value)
 
 
 def test_websocket_is_refused(fleet: Server) -> None:

@@ -1,0 +1,302 @@
+"""Engine replicas that follow a script, an ASGI client, and the check that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+from fastapi import FastAPI
+
+from app.fleet_client import FleetEngineClient
+from app.gate import Gate
+from app.python_api import PythonApi
+from app.streams import Failover
+from app.vllm_compat import SamplingParams, build_openai_app
+from deployments.delta_link import DeltaSender
+from deployments.token_codec import decode_params
+from deployments.wire import Delta, Outcome, Submit, ticket
+
+END = 2  # SmolLM2's <|im_end|>
+
+
+@dataclass
+class Submission:
+    """One call of `EngineReplica.generate` as a script sees it."""
+
+    submit: Submit
+    params: SamplingParams
+    link: Callable[[str, Delta], None]
+    sent: int = 0
+    state: str = "running"
+
+    def send(self, *ids: int, finish: str | None = None, **more: Any) -> None:
+        """Send the next tokens of this submission."""
+        s = self.submit
+        self.link(s.reply_to, Delta(s.rid, s.epoch, self.sent, list(ids), finish, **more))
+        self.sent += len(ids)
+
+    def send_late(self, start: int, *ids: int, epoch: int | None = None, finish: str | None = None) -> None:
+        """Send a delta that need not be the next one."""
+        s = self.submit
+        self.link(s.reply_to, Delta(s.rid, s.epoch if epoch is None else epoch, start, list(ids), finish))
+
+
+Script = Callable[[Submission], Awaitable[Outcome]]
+
+
+def says(ids: list[int], *, per_delta: int = 1, finish: str = "stop") -> Script:
+    """A script that sends these ids, so many per delta, within the request's max_tokens."""
+
+    async def script(call: Submission) -> Outcome:
+        wanted = ids[: call.params.max_tokens]
+        for start in range(0, len(wanted), per_delta):
+            piece = wanted[start : start + per_delta]
+            last = start + per_delta >= len(wanted)
+            call.send(*piece, finish=("length" if len(wanted) < len(ids) else finish) if last else None)
+            await asyncio.sleep(0)
+        return Outcome(call.sent, finish)
+
+    return script
+
+
+async def silent(call: Submission) -> Outcome:
+    """A script that never says anything."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+class Response:
+    """What a Serve handle's call returns: awaitable, cancellable."""
+
+    def __init__(self, task: asyncio.Task[Outcome]) -> None:
+        self._task = task
+
+    def __await__(self) -> Generator[Any, None, Outcome]:
+        return asyncio.shield(self._task).__await__()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+class ScriptedReplicas:
+    """Stands for the Serve handle: each call runs the next script, the last one again and again."""
+
+    def __init__(self, link: Callable[[str, Delta], None], *scripts: Script) -> None:
+        self._link = link
+        self.scripts = list(scripts)
+        self.calls: list[Submission] = []
+        self.generate = self
+
+    def remote(self, frame: bytes, *, ticket: int, prompt_tokens: int) -> Response:
+        submit = msgspec.msgpack.decode(frame, type=Submit)
+        assert ticket == _ticket(submit)
+        assert prompt_tokens == len(submit.prompt)
+        call = Submission(submit, decode_params(submit.params), self._link)
+        script = self.scripts[min(len(self.calls), len(self.scripts) - 1)]
+        self.calls.append(call)
+        return Response(asyncio.get_running_loop().create_task(self._run(script, call)))
+
+    async def _run(self, script: Script, call: Submission) -> Outcome:
+        try:
+            outcome = await script(call)
+            call.state = "ended"
+            return outcome
+        except asyncio.CancelledError:
+            call.state = "aborted"
+            raise
+        except Exception:
+            call.state = "failed"
+            raise
+
+    @property
+    def running(self) -> int:
+        """Submissions that neither ended nor were aborted."""
+        return sum(call.state == "running" for call in self.calls)
+
+
+def _ticket(submit: Submit) -> int:
+    return ticket(submit.rid, submit.epoch)
+
+
+@dataclass
+class Fleet:
+    """A FleetEngineClient over scripted replicas and, where a test wants HTTP, the gate around vLLM's app."""
+
+    client: FleetEngineClient
+    replicas: ScriptedReplicas
+    observed: list[tuple[int, int]]
+    arguments: Namespace
+    has_replica: bool = True
+    _app: FastAPI | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The default model's tokenizer."""
+        return self.client.renderer.tokenizer
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones."""
+        return cast(list[int], self.tokenizer.encode(text, add_special_tokens=False))
+
+    async def app(self) -> FastAPI:
+        """vLLM's app over the client."""
+        if self._app is None:
+            self._app = await build_openai_app(self.arguments, self.client)
+        return self._app
+
+    async def gate(self) -> Gate:
+        """The public HTTP app."""
+        return Gate(await self.app(), lambda: self.has_replica, 2**20)
+
+    async def python(self) -> PythonApi:
+        """The API of Python handles."""
+        return PythonApi((await self.app()).state, self.client)
+
+    async def post(self, path: str, body: dict[str, Any], **more: Any) -> Answer:
+        """One HTTP request through the gate."""
+        return await ask(await self.gate(), "POST", path, body, **more)
+
+    def left(self) -> dict[str, int]:
+        """What the client and the replicas still hold."""
+        client = self.client
+        held = {
+            "streams": client._streams,
+            "queued": client._queued,
+            "collectors": client._collectors,
+            "states": client._outputs.request_states,
+            "parents": client._outputs.parent_requests,
+            "external ids": {k: v for k, v in client._outputs.external_req_ids.items() if v},
+            "tasks": [t for t in asyncio.all_tasks() if t.get_coro().__name__ == "run_stream"],  # type: ignore[union-attr]
+        }
+        return {name: n for name, n in {**{k: len(v) for k, v in held.items()}, "calls": self.replicas.running}.items() if n}
+
+    async def settle(self) -> dict[str, int]:
+        """What is left after everything that is on its way has had its turn."""
+        for _ in range(200):
+            if not self.left():
+                break
+            await asyncio.sleep(0.005)
+        return self.left()
+
+
+class FleetMaker:
+    """Makes fleets and checks at the end that they are empty."""
+
+    def __init__(self, vllm_config: Any, arguments: Namespace) -> None:
+        self._vllm_config = vllm_config
+        self._arguments = arguments
+        self._made: list[tuple[Fleet, DeltaSender | None]] = []
+
+    async def __call__(
+        self,
+        *scripts: Script,
+        over_zmq: bool = True,
+        max_queued: int = 1000,
+        timeout_s: float | None = None,
+        failover: Failover = Failover(max_attempts=3, timeout_s=5.0),  # noqa: B008  # frozen
+    ) -> Fleet:
+        """A fleet; without `over_zmq` deltas reach the client in the same loop turn."""
+        sender = DeltaSender(lambda endpoint: None) if over_zmq else None
+        fleet: Fleet
+        link = sender.send if sender is not None else lambda _, delta: fleet.client._on_deltas([delta])
+        replicas, observed = ScriptedReplicas(link, *scripts), cast(list[tuple[int, int]], [])
+        client = FleetEngineClient(
+            self._vllm_config,
+            cast(Any, replicas),
+            "127.0.0.1",
+            has_replica=lambda: fleet.has_replica,
+            observe=lambda prompt, output: observed.append((prompt, output)),
+            failover=failover,
+            max_queued=max_queued,
+            timeout_s=timeout_s,
+        )
+        fleet = Fleet(client, replicas, observed, self._arguments)
+        self._made.append((fleet, sender))
+        return fleet
+
+    async def close(self) -> None:
+        """Nothing may be left of any request."""
+        for fleet, sender in self._made:
+            left = await fleet.settle()
+            fleet.client.close()
+            if sender is not None:
+                sender.close()
+            assert not left
+
+
+@dataclass
+class Answer:
+    """An HTTP answer as the ASGI server would have sent it."""
+
+    status: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    chunks: list[bytes] = field(default_factory=list)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.chunks)
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """Data of an event stream, JSON where it is JSON."""
+        lines = [line for line in self.body.decode().split("\n") if line.startswith("data: ")]
+        return [json.loads(d) if (d := line.removeprefix("data: ")).startswith("{") else d for line in lines]
+
+    @property
+    def text(self) -> str:
+        """All text of a streamed chat or completion."""
+        choices = [choice for event in self.events if isinstance(event, dict) for choice in event.get("choices", [])]
+        return "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
+
+
+async def ask(
+    app: Any,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    headers: dict[str, str] | None = None,
+    pieces: list[bytes] | None = None,
+    on_chunk: Callable[[Answer], Any] | None = None,
+    leave: asyncio.Event | None = None,
+) -> Answer:
+    """Drive an ASGI app with one request; `pieces` sends a chunked body, `leave` hangs up when it is set."""
+    data = pieces if pieces is not None else [b"" if body is None else json.dumps(body).encode()]
+    raw = {"content-type": "application/json", **(headers or {})}
+    if pieces is None:
+        raw.setdefault("content-length", str(len(data[0])))
+    scope = {
+        **{"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1"},
+        **{"method": method, "path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http"},
+        **{"query_string": b"", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000)},
+        "headers": [(k.lower().encode(), v.encode()) for k, v in raw.items()],
+    }
+    answer, parts = Answer(), iter(enumerate(data, start=1))
+
+    async def receive() -> dict[str, Any]:
+        for number, piece in parts:
+            return {"type": "http.request", "body": piece, "more_body": number < len(data)}
+        await (leave or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            assert answer.status is None, "the answer started twice"
+            answer.status = message["status"]
+            answer.headers = {k.decode().lower(): v.decode() for k, v in message["headers"]}
+        elif message["type"] == "http.response.body" and message.get("body"):
+            assert answer.status is not None, "a body before the start"
+            answer.chunks.append(message["body"])
+            if on_chunk is not None:
+                on_chunk(answer)
+
+    await asyncio.wait_for(app(scope, receive, send), 30)
+    return answer
