@@ -59,7 +59,7 @@ def resolve_model(source: str, progress: Progress = logger.info) -> str:
     if "://" in source:
         return source
     path = Path(source).expanduser()
-    if path.exists():
+    if source and path.exists():
         return str(path.absolute())
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
         return source

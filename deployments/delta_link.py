@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from deployments.wire import Delta
 
@@ -23,6 +22,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Delta])
 
 
+_BATCH = 100  # frames taken before the loop gets its turn again
 _RETRY_S = 0.002
 _LOST_S = 5.0
 
@@ -93,25 +93,34 @@ class DeltaReceiver:
     """Ingress side: hands every frame's deltas to `on_deltas` inside the running event loop."""
 
     def __init__(self, host: str, on_deltas: Callable[[list[Delta]], None]) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PULL)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._on_deltas = on_deltas
-        self._task = asyncio.get_running_loop().create_task(self._receive())
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._loop.call_soon(self._drain)
 
-    async def _receive(self) -> None:
-        while True:
-            frame = await self._socket.recv()
+    def _drain(self) -> None:
+        """Take all that has arrived: the descriptor only signals again once the socket was found empty."""
+        for _ in range(_BATCH):
+            if self._socket.closed:
+                return
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
             try:
                 self._on_deltas(_decoder.decode(frame))
             except Exception:  # one bad frame must not end every stream of this ingress
                 logger.exception("a delta frame could not be processed")
+        self._loop.call_soon(self._drain)
 
     def close(self) -> None:
         """Stop receiving and free the port."""
-        self._task.cancel()
-        self._socket.close()
-        self._context.term()
+        if not self._socket.closed:
+            self._loop.remove_reader(self._descriptor)
+            self._context.destroy(linger=0)

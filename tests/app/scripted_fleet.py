@@ -49,15 +49,14 @@ class Submission:
 Script = Callable[[Submission], Awaitable[Outcome]]
 
 
-def says(ids: list[int], *, per_delta: int = 1, finish: str = "stop") -> Script:
-    """A script that sends these ids, so many per delta, within the request's max_tokens."""
+def says(ids: list[int], *, per_delta: int = 1) -> Script:
+    """A script that sends these ids and the end token, so many per delta, within the request's max_tokens."""
 
     async def script(call: Submission) -> Outcome:
-        wanted = ids[: call.params.max_tokens]
+        wanted = [*ids, END][: call.params.max_tokens]
+        finish = "stop" if wanted[-1] == END else "length"
         for start in range(0, len(wanted), per_delta):
-            piece = wanted[start : start + per_delta]
-            last = start + per_delta >= len(wanted)
-            call.send(*piece, finish=("length" if len(wanted) < len(ids) else finish) if last else None)
+            call.send(*wanted[start : start + per_delta], finish=finish if start + per_delta >= len(wanted) else None)
             await asyncio.sleep(0)
         return Outcome(call.sent, finish)
 

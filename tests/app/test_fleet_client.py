@@ -16,7 +16,7 @@ from app.vllm_compat import RequestOutput, RequestOutputKind, SamplingParams, VL
 from deployments.routing import NoReplicaError
 from deployments.wire import Outcome
 
-from .scripted_fleet import Fleet, FleetMaker, Script, Submission, says, silent
+from .scripted_fleet import END, Fleet, FleetMaker, Script, Submission, says, silent
 
 TEXT = "Hi 🍕🦄 👩‍👩‍👧‍👦 日本語 ภาษาไทย é naïve — done 中文字符 🏳️‍🌈!"
 PROMPT = [504, 3575, 282]
@@ -52,10 +52,10 @@ def test_text_equals_the_tokenizers(run: Any, make_fleet: FleetMaker) -> None:
             fleet.replicas.scripts[:] = [says(ids, per_delta=rng.randint(1, 5))]
             fleet.replicas.calls.clear()
             got, token_ids, reasons = (await collect(fleet, rid=f"r{case}"))[0]
-            assert token_ids == ids
+            assert token_ids == [*ids, END]
             assert got == fleet.tokenizer.decode(ids)
             assert reasons == ("stop", None)
-        assert fleet.observed[-1] == (len(PROMPT), len(ids))
+        assert fleet.observed[-1] == (len(PROMPT), len(ids) + 1)
 
     run(scenario())
 
@@ -227,7 +227,7 @@ def test_lost_before_the_first_token_is_sent_again(run: Any, make_fleet: FleetMa
             return await says(ids)(call)
 
         fleet.replicas.scripts[2] = third
-        assert (await collect(fleet))[0] == (TEXT, ids, ("stop", None))
+        assert (await collect(fleet))[0] == (TEXT, [*ids, END], ("stop", None))
         submits = [call.submit for call in fleet.replicas.calls]
         assert [s.epoch for s in submits] == [1, 2, 3]
         assert len({(s.rid, tuple(s.prompt), s.arrival, s.priority) for s in submits}) == 1

@@ -116,7 +116,7 @@ def test_new_wheel_replaces_the_model(tmp_path: Path, source: Source) -> None:
 
 
 def test_killed_conversion_leaves_no_model(tmp_path: Path, source: Source) -> None:
-    """A conversion that dies half-way leaves nothing at the model's place, and the next start cleans up and succeeds."""
+    """A conversion that dies half-way leaves no model behind, and the next start cleans up and succeeds."""
     folder = tmp_path / "cache" / "tiny"
     process = multiprocessing.get_context("spawn").Process(target=ensure_model, args=(folder, source, crash))
     process.start()

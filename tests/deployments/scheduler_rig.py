@@ -186,9 +186,10 @@ def walked(scheduler: Any, requests: Iterable[Request]) -> dict[str, int]:
         for name in scheduler.requests
     )
     total = scheduler.cache_config.num_gpu_blocks - 1
-    waits = {r for r in waiting if not scheduler.kv_holding_waiting}
-    first = next(iter(scheduler.waiting)) if scheduler.waiting.ordered else scheduler.waiting.head
-    head = first if waits else None
+    queue, policy = scheduler.waiting, scheduler.queue_policy
+    head = queue.head
+    if waiting and policy.reorders and queue._sorted:
+        head = min(waiting, key=lambda r: policy.waiting_key(r, queue._context))
     return {
         "free_blocks": total - held,
         "total_blocks": total,

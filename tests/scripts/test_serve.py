@@ -69,8 +69,11 @@ def write_config(folder: Path, args: str = "{}") -> Path:
 def launch(config: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "serve.py"), str(config)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(config.parent)},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(config.parent)},
+    )
 
 
 def read_until(process: subprocess.Popen[str], pattern: str) -> str:
