@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from ray.exceptions import TaskCancelledError
+
 from app.blame import blame
 from app.errors import BodyTooLarge, FleetError, MethodNotAllowed, RouteNotFound, early_error, error_body
 from app.vllm_compat import openai_error
@@ -69,7 +71,7 @@ class Gate:
         box: dict[str, Exception] = {}
         token = early_error.set(box)
         try:
-            await self._serve(scope, receive, answer, box)
+            await self._serve(scope, _until_gone(receive), answer, box)
         except FleetError as error:
             await answer.fail(error)
         except Exception as error:
@@ -104,6 +106,18 @@ class Gate:
             return await answer.json(503, body)
         receive = await _bounded_body(scope, receive, self._max_body_bytes)
         await self._app(scope, receive, answer.hold(path, box))
+
+
+def _until_gone(receive: Receive) -> Receive:
+    """A receive that reports a client's leaving as ASGI wants it: Serve sometimes raises instead."""
+
+    async def receive_or_gone() -> Message:
+        try:
+            return await receive()
+        except TaskCancelledError:
+            return {"type": "http.disconnect"}
+
+    return receive_or_gone
 
 
 async def _bounded_body(scope: Message, receive: Receive, limit: int) -> Receive:

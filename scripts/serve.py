@@ -156,6 +156,7 @@ class Fleet:
         """Raise `ServeError` when a child has ended by itself; else stay."""
         while True:
             self._check_children()
+            self._reap()
             time.sleep(1.0)
 
     def replicas(self) -> str:
@@ -221,6 +222,12 @@ class Fleet:
             self.say(f"{program} did not end within {GRACE_S:.0f} s, killing it")
             child.kill()
             child.wait()
+
+    def _reap(self) -> None:
+        """Collect orphans that have ended, such as a dead replica's engine: a subreaper does that in init's place."""
+        own = {child.pid for child in self.children.values()}
+        while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid not in own:
+            os.waitpid(dead.si_pid, 0)
 
     def _check_children(self) -> None:
         for program, child in self.children.items():

@@ -37,25 +37,25 @@ def run(loop_runner: asyncio.Runner) -> Callable[[Coroutine[Any, Any, T]], T]:
 
 
 @pytest.fixture(scope="session")
-def arguments() -> Namespace:
+def server_arguments() -> Namespace:
     """The default fleet's arguments of vLLM's server."""
     config = load_config({"ingress": {"enable_prompt_tokens_details": True}})
     return serve_arguments(config.engine_args(str(default_model_path())), config.ingress.front_end())
 
 
 @pytest.fixture(scope="session")
-def vllm_config(arguments: Namespace) -> Any:
+def vllm_config(server_arguments: Namespace) -> Any:
     """The ingress's part of vLLM's config."""
-    return ingress_config(arguments)
+    return ingress_config(server_arguments)
 
 
 @pytest.fixture
 def make_fleet(
-    vllm_config: Any, arguments: Namespace, loop_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+    vllm_config: Any, server_arguments: Namespace, loop_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FleetMaker]:
     """Makes scripted fleets; at the end of the test each must be empty."""
     monkeypatch.setattr(fleet_client, "renderer_from_config", lambda config: _renderer(config))  # a second to make
-    maker = FleetMaker(vllm_config, arguments)
+    maker = FleetMaker(vllm_config, server_arguments)
     yield maker
     loop_runner.run(maker.close())
 

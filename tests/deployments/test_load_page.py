@@ -167,11 +167,18 @@ def test_a_write_cut_short_leaves_the_record_before_it(page: LoadPage, name: str
     other.close()
 
 
-def test_damaged_memory_is_reported(page: LoadPage, name: str) -> None:
-    """Figures whose checksum fails are never returned: the reader gets an error."""
-    page.write(figures(1))
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [(64 + 128 + 20, 0xFF), (8, 1)],
+    ids=["a figure changed", "the slot already holds later figures"],
+)
+def test_figures_that_are_not_whole_are_never_returned(page: LoadPage, name: str, at: int, value: int) -> None:
+    """A slot whose checksum or version does not fit what was asked for gives an error, not figures."""
+    for n in (1, 2, 3):
+        page.write(figures(n))
     raw = bytearray(page_path(name).read_bytes())
-    raw[64 + 128 + 20] ^= 1
+    assert raw[at] != value
+    raw[at] = value
     page_path(name).write_bytes(raw)
     other = LoadPage.open(name)
     with pytest.raises(LoadPageError, match="damaged"):
