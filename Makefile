@@ -12,7 +12,7 @@ model: setup
 	@$(PY) -m app.model
 
 serve: model  ## start the fleet on this machine (CONFIG=serve_config.yaml), ctrl-C ends it
-	@exec $(PY) scripts/serve.py $(CONFIG)
+	@exec $(PY) -m scripts.serve $(CONFIG)
 
 check: setup  ## ruff and mypy
 	$(PY) -m ruff check . && $(PY) -m mypy

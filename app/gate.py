@@ -45,7 +45,7 @@ _PATTERNS = [
     for path, methods in ROUTES.items()
     if "{" in path
 ]
-_REQUEST_ID = re.compile(r"^[\x21-\x7e]{1,128}$")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Gate:
@@ -125,9 +125,11 @@ async def _bounded_body(scope: Message, receive: Receive, limit: int) -> Receive
     length = dict(scope["headers"]).get(b"content-length", b"0")
     announced = int(length) if length.isdigit() else 0
     body, more = bytearray(), True
-    while more:
+    while True:
         if max(announced, len(body)) > limit:
             raise BodyTooLarge(f"the request body is larger than {limit / 2**20:g} MiB (ingress.max_body_mib)")
+        if not more:
+            break
         message = await receive()
         if message["type"] != "http.request":  # the client left
             break
@@ -185,7 +187,12 @@ class _Answer:
 
     def _retry_after(self, error: Exception) -> None:
         if (seconds := getattr(error, "retry_after", None)) is not None:
-            self.headers.append((b"retry-after", str(seconds).encode()))
+            self._add_header(b"retry-after", str(seconds).encode())
+
+    def _add_header(self, name: bytes, value: bytes) -> None:
+        """Add a header to the answer, unless it has one of that name already."""
+        if name not in dict(self.headers):
+            self.headers.append((name, value))
 
     def hold(self, path: str, box: dict[str, Exception]) -> Send:
         """A send that keeps the start of some answers back until their status and body are known.
@@ -210,7 +217,9 @@ class _Answer:
                     body.extend(message.get("body", b""))
                     if message.get("more_body", False):
                         return
-                    self.headers += [(name, value) for name, value in held["headers"] if name.lower() == b"retry-after"]
+                    for name, value in held["headers"]:
+                        if name.lower() == b"retry-after":
+                            self._add_header(b"retry-after", value)
                     return await self.json(held["status"], _mended(path, held["status"], bytes(body)))
                 start, held = held, None
                 if (error := box.get("error")) is not None:
@@ -245,7 +254,7 @@ def _request_id(scope: Message) -> str:
     One that is not 1-128 visible ASCII characters is replaced for all that comes after us (answer ids, logs).
     """
     given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-    if _REQUEST_ID.match(given):
+    if _REQUEST_ID.fullmatch(given):
         return given
     request_id = uuid.uuid4().hex
     scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]

@@ -40,6 +40,7 @@ class EngineReplica:
 
         self._page = LoadPage.create(f"tidegate-{os.getpid()}-{uuid.uuid4().hex[:8]}")
         self._engine = start_engine(settings.engine_args, policy_spec(settings.scheduling), self._page.name)
+        self._page.unlink()  # both sides have it mapped: no file is left, however this replica ends
         self._links = DeltaSender(self._ingress_lost)
         self._calls: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by the ingress that they reply to
         self._reports = ReportPublisher(self._page, self._replica_id, ray.util.get_node_ip_address())

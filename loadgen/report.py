@@ -16,6 +16,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -138,11 +139,12 @@ class Steps:
 
 def show(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print one table: first column left, the others right; floats with 3 significant digits."""
-    table = Table(title=title, title_justify="left")
+    # As Text: rich would take "[min-max]" in a plain string for markup and drop it.
+    table = Table(title=Text(title), title_justify="left")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+        table.add_column(Text(column), justify="left" if i == 0 else "right")
     for row in rows:
-        table.add_row(*(_cell(c) for c in row))
+        table.add_row(*(Text(_cell(c)) for c in row))
     console.print(table)
 
 

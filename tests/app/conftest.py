@@ -28,10 +28,10 @@ def loop_runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture
 def run(loop_runner: asyncio.Runner) -> Callable[[Coroutine[Any, Any, T]], T]:
-    """Runs a coroutine to its end."""
+    """Runs a coroutine to its end, which must come within a minute."""
 
     def run(scenario: Coroutine[Any, Any, T]) -> T:
-        return loop_runner.run(scenario)
+        return loop_runner.run(asyncio.wait_for(scenario, 60))
 
     return run
 
@@ -39,7 +39,7 @@ def run(loop_runner: asyncio.Runner) -> Callable[[Coroutine[Any, Any, T]], T]:
 @pytest.fixture(scope="session")
 def server_arguments() -> Namespace:
     """The default fleet's arguments of vLLM's server."""
-    config = load_config({"ingress": {"enable_prompt_tokens_details": True}})
+    config = load_config({"engine_kwargs": {"max_model_len": 2048}, "ingress": {"enable_prompt_tokens_details": True}})
     return serve_arguments(config.engine_args(str(default_model_path())), config.ingress.front_end())
 
 

@@ -102,6 +102,7 @@ def test_figures_equal_a_walk_over_all_requests(seed: int, policy: str, async_sc
     name = f"tidegate-test-{uuid.uuid4().hex}"
     page, rng = LoadPage.create(name), random.Random(seed)
     driver = Driver(scheduler({"name": policy}, async_scheduling, page=name, blocks=96), async_scheduling)
+    page.unlink()  # so that a failing example leaves no file
     engine, arrivals = driver.scheduler, trace(seed, count=40)
     looks = tickets = 0
 

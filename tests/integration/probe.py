@@ -27,15 +27,17 @@ class Probe:
 
     def __init__(self, server: Server) -> None:
         assert server.ray_dir is not None
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.probe"],
-            cwd=ROOT,
-            env={**os.environ, **ray_environment(server.ray_dir)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        self._log = server.log.with_suffix(".probe.log")
+        with self._log.open("a") as log:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "tests.integration.probe"],
+                cwd=ROOT,
+                env={**os.environ, **ray_environment(server.ray_dir)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of the application's handle; a list of pieces if its name ends in _stream."""
@@ -48,7 +50,7 @@ class Probe:
                 return json.loads(line.removeprefix("answer "))
             if line.startswith("failed "):
                 raise CallFailed(*json.loads(line.removeprefix("failed ")))
-        raise RuntimeError("the probe ended")
+        raise RuntimeError(f"the probe ended:\n{self._log.read_text()[-3000:]}")
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The last load report of each replica: replica id -> running, waiting, free_blocks, state, ..."""

@@ -19,12 +19,17 @@ TURNS: Any = [
     {"role": "user", "content": "And of Spain?"},
 ]
 TOOL: Any = {
-    "name": "get_weather",
-    "description": "Current weather of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]},
+    "name": "weather",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 6}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
 }
 TOOLS: Any = [{"type": "function", "function": TOOL}]
-NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 PERSON: Any = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -77,8 +82,8 @@ CHAT_BOTH: dict[str, dict] = {
     "regex": {"structured_outputs": {"regex": "(yes|no), [0-9]{3}"}, "max_tokens": 24},
     "choice": {"structured_outputs": {"choice": ["alpha", "beta"]}},
     "tools-auto": {"tools": TOOLS, "messages": WEATHER, "max_tokens": 24},
-    "tools-named": {"tools": TOOLS, "messages": WEATHER, "tool_choice": NAMED, "max_tokens": 24},
-    "tools-required": {"tools": TOOLS, "messages": WEATHER, "tool_choice": "required", "max_tokens": 40},
+    "tools-named": {"tools": TOOLS, "messages": WEATHER, "tool_choice": NAMED, "max_tokens": 60},
+    "tools-required": {"tools": TOOLS, "messages": WEATHER, "tool_choice": "required", "max_tokens": 60},
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "max_tokens": 24},
     "return-token-ids": {"return_token_ids": True},
     "max-completion-tokens": {"max_tokens": None, "max_completion_tokens": 3},
@@ -157,9 +162,9 @@ MESSAGE_BOTH: dict[str, dict] = {
     "stop": {"stop_sequences": [" France"], "max_tokens": 24},
     "tools": {
         "messages": WEATHER,
-        "tools": [{"name": TOOL["name"], "input_schema": TOOL["parameters"]}],
+        "tools": [{"name": TOOL["name"], "strict": True, "input_schema": TOOL["parameters"]}],
         "tool_choice": {"type": "any"},
-        "max_tokens": 30,
+        "max_tokens": 60,
     },
 }
 OTHERS: list[tuple[str, str, str, Any]] = [

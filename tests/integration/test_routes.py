@@ -85,9 +85,9 @@ def test_request_id_on_errors(fleet: Server) -> None:
 
 
 def test_responses_render_is_hidden(fleet: Server) -> None:
-    """What looks like the id of a response is one: nothing else answers at that path."""
+    """What looks like the id of a response is one, at most: nothing else answers at that path."""
     assert ask(fleet.url, RESPONSES + "/render", method="GET").status == 404
-    assert ask(fleet.url, RESPONSES + "/render", {}).status == 405
+    assert ask(fleet.url, RESPONSES + "/render", {}).status in (404, 405)
 
 
 @pytest.mark.parametrize("value", ["x" * 500, "two words", ""], ids=["long", "space", "empty"])

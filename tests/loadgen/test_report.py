@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from loadgen import report
 
@@ -41,3 +42,11 @@ def test_rounding_reaches_every_level() -> None:
         "5": "x",
         "n": 10**9,
     }
+
+
+def test_tables_show_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    """Square brackets in titles, headings and cells are printed as they are."""
+    report.show(Console(width=80), "a [title]", ("b [min-max]", "c"), [("d [e]", 1.0)])
+    printed = capsys.readouterr().out
+    for text in ("a [title]", "b [min-max]", "d [e]"):
+        assert text in printed

@@ -68,12 +68,19 @@ def write_config(folder: Path, args: str = "{}") -> Path:
 
 def launch(config: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "serve.py"), str(config)],
+        [sys.executable, "-m", "scripts.serve", str(config)],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONPATH": str(config.parent)},
     )
+
+
+def serve_once(config: Path) -> subprocess.CompletedProcess[str]:
+    """A start that is expected to end by itself."""
+    command = [sys.executable, "-m", "scripts.serve", str(config)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 def read_until(process: subprocess.Popen[str], pattern: str) -> str:
@@ -111,7 +118,7 @@ def test_a_fleet_starts_refuses_a_second_and_ends_clean(fleet: tuple[subprocess.
     descendants = psutil.Process(process.pid).children(recursive=True)
     assert orphan in descendants
 
-    second = subprocess.run([sys.executable, "scripts/serve.py", str(config)], cwd=ROOT, capture_output=True, text=True)
+    second = serve_once(config)
     assert second.returncode == 1
     assert f"already has port {target.port}" in second.stderr
     assert httpx.get(f"{target.url}/health/ready").status_code == 200
@@ -125,8 +132,8 @@ def test_a_fleet_starts_refuses_a_second_and_ends_clean(fleet: tuple[subprocess.
 
 
 @pytest.mark.integration
-def test_ctrl_c_while_loading_ends_clean(fleet: tuple[subprocess.Popen[str], Path]) -> None:
-    """SIGTERM during the start ends what has started so far."""
+def test_a_signal_while_loading_ends_clean(fleet: tuple[subprocess.Popen[str], Path]) -> None:
+    """A signal during the start ends what has started so far."""
     process, _ = fleet
     read_until(process, "starting Ray")
     time.sleep(4.0)
@@ -153,9 +160,7 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     target = serve.read_target(config)
     with socket.create_server((target.host, target.port)):
-        result = subprocess.run(
-            [sys.executable, "scripts/serve.py", str(config)], cwd=ROOT, capture_output=True, text=True
-        )
+        result = serve_once(config)
     assert result.returncode == 1
     assert f"{target.host}:{target.port} is in use" in result.stderr
 

@@ -1,0 +1,243 @@
+"""The whole ingress over HTTP without engines: gate, vLLM's serving classes, fleet client, scripted replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from app.config.model import DEFAULT_MODEL_ID
+from deployments.wire import Outcome
+
+from .scripted_fleet import Answer, FleetMaker, Script, Submission, says, silent
+
+TEXT = "Rome 🍕 日本語 is — done"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": DEFAULT_MODEL_ID, "messages": [{"role": "user", "content": "Hi"}]},
+    COMPLETIONS: {"model": DEFAULT_MODEL_ID, "prompt": "Hi"},
+}
+PATHS = list(BODIES)
+
+
+def fails(error: Exception | Outcome, *first: int) -> Script:
+    """Sends these tokens, then ends without the sequence's end."""
+
+    async def script(call: Submission) -> Outcome:
+        if first:
+            call.send(*first)
+            await asyncio.sleep(0.02)
+        if isinstance(error, Outcome):
+            return error
+        raise error
+
+    return script
+
+
+def reasons(answer: Answer) -> list[str]:
+    """Finish reasons in a stream."""
+    choices = [choice for event in answer.events if isinstance(event, dict) for choice in event.get("choices", [])]
+    return [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_stream_and_whole_agree(run: Any, make_fleet: FleetMaker, path: str) -> None:
+    """The same tokens give the same text, finish reason and usage, streamed or not; a stream ends with [DONE]."""
+
+    async def scenario() -> None:
+        fleet = await make_fleet(silent)
+        fleet.replicas.scripts[:] = [says(fleet.ids(TEXT), per_delta=3)]
+        whole = (await fleet.post(path, BODIES[path])).json()
+        choice = whole["choices"][0]
+        assert (choice["message"]["content"] if path == CHAT else choice["text"]) == TEXT
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        answer = await fleet.post(path, {**BODIES[path], **options})
+        assert answer.status == 200
+        assert answer.text == TEXT
+        assert reasons(answer) == [choice["finish_reason"]] == ["stop"]
+        assert answer.events[-1] == "[DONE]"
+        assert answer.events[-2]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_engines_refusal_is_400(run: Any, make_fleet: FleetMaker, path: str, stream: bool) -> None:
+    """What only the engine finds wrong with a request is 400 with its field, before a stream starts too."""
+
+    async def scenario() -> None:
+        refusal = Outcome(0, fault="request", message="the regex cannot be compiled", parameter="structured_outputs")
+        fleet = await make_fleet(fails(refusal))
+        answer = await fleet.post(path, {**BODIES[path], "stream": stream})
+        assert answer.status == 400
+        error = answer.json()["error"]
+        assert "cannot be compiled" in error["message"]
+        assert error["param"] == "structured_outputs"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_overload_is_429(run: Any, make_fleet: FleetMaker, path: str, stream: bool) -> None:
+    """Beyond `max_queued_requests` waiting sequences: 429 and a Retry-After."""
+
+    async def scenario() -> None:
+        fleet = await make_fleet(silent, max_queued=2)
+        leave = asyncio.Event()
+        waiting = [asyncio.create_task(fleet.post(path, BODIES[path], leave=leave)) for _ in range(2)]
+        await asyncio.sleep(0)
+        while len(fleet.replicas.calls) < 2:
+            await asyncio.sleep(0.01)
+        answer = await fleet.post(path, {**BODIES[path], "stream": stream})
+        assert answer.status == 429
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert answer.json()["error"]["code"] == 429
+        leave.set()
+        await asyncio.gather(*waiting)
+
+    run(scenario())
+
+
+def test_overload_holds_in_a_burst(run: Any, make_fleet: FleetMaker) -> None:
+    """Requests that arrive at once cannot slip past the limit together."""
+
+    async def scenario() -> None:
+        fleet = await make_fleet(silent, max_queued=4)
+        leave = asyncio.Event()
+        body = {**BODIES[CHAT], "stream": True}
+        burst = [asyncio.create_task(fleet.post(CHAT, body, leave=leave)) for _ in range(40)]
+        await asyncio.wait(burst, timeout=2)
+        refused = [task.result().status for task in burst if task.done()]
+        assert refused == [429] * 36
+        assert len(fleet.replicas.calls) == 4
+        leave.set()
+        await asyncio.gather(*burst)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_no_replica_is_503(run: Any, make_fleet: FleetMaker, path: str, stream: bool) -> None:
+    """Without a replica, known before or only after sending: 503 and a Retry-After."""
+
+    async def scenario() -> None:
+        fleet = await make_fleet(fails(ActorDiedError()))
+        for has_replica in (False, True):
+            fleet.has_replica = has_replica
+            answer = await fleet.post(path, {**BODIES[path], "stream": stream})
+            assert answer.status == 503
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["message"]
+        assert len(fleet.replicas.calls) == 3  # all attempts of the second request
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_loss_in_mid_stream_is_told_in_band(run: Any, make_fleet: FleetMaker, path: str) -> None:
+    """A stream that loses its replica after a token ends with an error event and [DONE]; a whole answer is 503."""
+
+    async def scenario() -> None:
+        fleet = await make_fleet(silent)
+        fleet.replicas.scripts[:] = [fails(ActorDiedError(), *fleet.ids("Rome is"))]
+        answer = await fleet.post(path, {**BODIES[path], "stream": True})
+        assert answer.status == 200
+        assert answer.text == "Rome is"
+        assert answer.events[-1] == "[DONE]"
+        error = answer.events[-2]["error"]
+        assert error["code"] == 503
+        assert "ask again" in error["message"]
+        assert reasons(answer) == []
+        whole = await fleet.post(path, BODIES[path])
+        assert whole.status == 503
+        assert "retry-after" in whole.headers
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_timeout_is_504(run: Any, make_fleet: FleetMaker, path: str, stream: bool) -> None:
+    """A request without a token within `request_timeout_s` is 504."""
+
+    async def scenario() -> None:
+        fleet = await make_fleet(silent, timeout_s=0.1)
+        answer = await fleet.post(path, {**BODIES[path], "stream": stream})
+        assert answer.status == 504
+        assert "request_timeout_s" in answer.json()["error"]["message"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_client_that_leaves_frees_the_replica(
+    run: Any, make_fleet: FleetMaker, path: str, stream: bool, n: int
+) -> None:
+    """A connection that closes aborts the sequences on their replicas, whether tokens have come or not."""
+
+    async def scenario() -> None:
+        async def one_token(call: Submission) -> Outcome:
+            call.send(500)
+            return await silent(call)
+
+        for script in (silent, one_token):
+            fleet = await make_fleet(script)
+            leave = asyncio.Event()
+            body = {**BODIES[path], "stream": stream, "n": n, "temperature": 1.0}
+            request = asyncio.create_task(fleet.post(path, body, leave=leave))
+            while len(fleet.replicas.calls) < n:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02)
+            leave.set()
+            await request
+            assert await fleet.settle() == {}
+            assert [call.state for call in fleet.replicas.calls] == ["aborted"] * n
+
+    run(scenario())
+
+
+def test_keep_alive_keeps_the_stream_open(run: Any, make_fleet: FleetMaker, server_arguments: Any) -> None:
+    """With keep-alives on, a stream that waits for its first token sends comments, and errors come in-band then."""
+
+    async def scenario() -> None:
+        async def late(call: Submission) -> Outcome:
+            await asyncio.sleep(1.5)
+            raise ActorDiedError
+
+        fleet = await make_fleet(late)
+        arguments = type(server_arguments)(**{**vars(server_arguments), "sse_keep_alive_interval": 1})
+        fleet.arguments = arguments
+        answer = await fleet.post(CHAT, {**BODIES[CHAT], "stream": True}, on_chunk=lambda a: _stop_retries(fleet, a))
+        assert answer.status == 200
+        assert answer.chunks[0].startswith(b":")
+        assert answer.events[-1] == "[DONE]"
+        assert answer.events[-2]["error"]["code"] == 503
+
+    run(scenario())
+
+
+def _stop_retries(fleet: Any, answer: Answer) -> None:
+    fleet.replicas.scripts.append(fails(ActorDiedError()))
+
+
+def test_head_and_models(run: Any, make_fleet: FleetMaker) -> None:
+    """The model list names the served model and hides where it lies; HEAD of it is no error."""
+
+    async def scenario() -> None:
+        from .scripted_fleet import ask
+
+        gate = await (await make_fleet(silent)).gate()
+        models = await ask(gate, "GET", "/v1/models")
+        assert [model["id"] for model in models.json()["data"]] == [DEFAULT_MODEL_ID]
+        assert b"/root" not in models.body
+        assert b".cache" not in models.body
+        assert (await ask(gate, "HEAD", "/v1/models")).status == 200
+
+    run(scenario())
