@@ -42,9 +42,9 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _threads(config: TidegateConfig) -> int | None:
-    """Engine threads of one replica on CPU: by default the replicas share the cores of the machine."""
+    """Engine threads of one replica on CPU; by default the replicas share all cores but one, left to ingress and Ray."""
     if not config.is_cpu:
         return None
     if isinstance(config.cpu.threads_per_replica, int):
         return config.cpu.threads_per_replica
-    return max(1, (os.cpu_count() or 1) // config.deployment_config.fleet_size)
+    return max(1, ((os.cpu_count() or 1) - 1) // config.deployment_config.fleet_size)

@@ -223,8 +223,8 @@ class CpuConfig(BaseModel):
 
     threads_per_replica: Annotated[int, Field(ge=1, le=1024, strict=True)] | Literal["auto"] = Field(
         default="auto",
-        description="Engine threads of a replica, each bound to one core. `auto`: the machine's cores divided by the "
-        "replicas, at least one.",
+        description="Engine threads of a replica, each bound to one core. `auto`: the machine's cores but one (for "
+        "ingress and Ray) divided by the replicas, at least one.",
         json_schema_extra={"unit": "threads"},
     )
     kv_cache_mib: int = Field(

@@ -46,7 +46,7 @@ ROLES = (
     ("proxy", ("ProxyActor",)),
     ("Serve controller", ("ServeController",)),
     ("raylet and gcs", ("raylet/raylet", "gcs_server")),
-    ("API server", ("vllm serve", "bin/vllm")),
+    ("API server", ("vllm.entrypoints",)),
     ("driver", ("serve run", "bin/serve")),
 )
 REST = "rest of Ray"

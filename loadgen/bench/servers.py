@@ -108,7 +108,9 @@ def start_plain(model: str, engine_args: dict[str, Any], core: int, folder: Path
     for name, value in engine_args.items():
         flag = name.replace("_", "-")
         flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", model, "--served-model-name", MODEL_NAME]
+    # As a module: the `vllm` command asks for a distribution named vllm, which the CPU wheel is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", model, "--served-model-name", MODEL_NAME]
     command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log", *flags]
     env = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
     return _start("vllm", port, command, env, folder)
@@ -125,6 +127,7 @@ def start_fleet(model: str, engine_args: dict[str, Any], folder: Path) -> Server
             "model_loading_config": {"model_id": MODEL_NAME, "model_source": model},
             "engine_kwargs": engine_args,
             "deployment_config": {"num_replicas": 1},
+            "cpu": {"threads_per_replica": 1},  # as plain vLLM gets: one core is the engine's
         },
     }
     config = folder / "serve_config.yaml"
@@ -138,6 +141,7 @@ def start_fleet(model: str, engine_args: dict[str, Any], folder: Path) -> Server
         "RAY_AUTH_MODE": "disabled",
         "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # as plain vLLM runs; Ray's default is 15
     }
     return _start("tidegate", port, command, env, folder)
 

@@ -12,6 +12,7 @@ from app.gate import ROUTES
 from app.vllm_compat import (
     TASKS,
     EngineClient,
+    EngineCoreRequest,
     InputProcessor,
     OutputProcessor,
     ParentRequest,
@@ -22,6 +23,7 @@ from app.vllm_compat import (
 
 from .scripted_fleet import FleetMaker, silent
 
+NOTHING = (None, 0.0, None, None, None)  # the rest of a request's required fields
 HEALTH = {"/health/live", "/health/ready"}  # ours
 #: What vLLM's app answers besides ROUTES. The gate hides all of it.
 HIDDEN = {
@@ -97,7 +99,7 @@ def test_processors_take_what_we_give() -> None:
     """The three objects between tokens and answers have the methods and parameters that the client uses."""
 
     def names(function: Any) -> list[str]:
-        return list(inspect.signature(function).parameters)[1:]
+        return [name for name in inspect.signature(function).parameters if name != "self"]
 
     wanted = {"request_id", "prompt", "params", "supported_tasks", "lora_request", "tokenization_kwargs"}
     assert wanted | {"trace_headers", "priority", "session_id"} <= set(names(InputProcessor.process_inputs))
@@ -111,9 +113,8 @@ def test_processors_take_what_we_give() -> None:
 
 def test_children_of_a_request() -> None:
     """ParentRequest gives each of n sequences an id and parameters of its own: seeds counted on from the request's."""
-    request = type("Request", (), {"request_id": "r", "external_req_id": "x"})()
-    request.sampling_params = SamplingParams(n=3, temperature=1.0, seed=7)
-    parent = ParentRequest(request)
+    params = SamplingParams(n=3, temperature=1.0, seed=7)
+    parent = ParentRequest(EngineCoreRequest("r", [1], None, params, *NOTHING, external_req_id="x"))
     children = [parent.get_child_info(index) for index in range(3)]
     assert len({rid for rid, _ in children}) == 3
     assert [(params.n, params.seed) for _, params in children] == [(1, 7), (1, 8), (1, 9)]

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOGS = Path(tempfile.gettempdir()) / "tidegate-test-logs"
 TAG = "TIDEGATE_TEST_SERVER"
 MAX_MODEL_LEN = 2048
-MAX_NUM_SEQS = 32
+MAX_NUM_SEQS = 8
 MAX_BODY_BYTES = 1 << 20
 
 

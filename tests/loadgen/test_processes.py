@@ -65,7 +65,7 @@ def test_stop_ends_the_whole_family(parent_and_child: subprocess.Popen[bytes]) -
         ("ray::ProxyActor", "proxy"),
         ("ray::ServeController.listen_for_change", "Serve controller"),
         ("/x/ray/core/src/ray/raylet/raylet --node", "raylet and gcs"),
-        ("/x/bin/python /x/bin/vllm serve model", "API server"),
+        ("/x/bin/python -m vllm.entrypoints.openai.api_server --model m", "API server"),
         ("/x/bin/python /x/bin/serve run c.yaml", "driver"),
         ("ray-dashboard-whatever", ingress.REST),
     ],
