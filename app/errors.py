@@ -85,8 +85,8 @@ _TYPES = {
 }
 
 
-#: Where `generate()` leaves the error that happened before its first output, for the gate to turn into a status.
-early_error: ContextVar[dict[str, Exception] | None] = ContextVar("early_error", default=None)
+#: Notes on the current HTTP request: `error` before its first output, for the gate to turn into a status; `admitted`.
+early_error: ContextVar[dict[str, Any] | None] = ContextVar("early_error", default=None)
 
 
 def record_early(error: Exception) -> None:

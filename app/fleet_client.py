@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from app.errors import FleetError, NoReplicaAvailable, Overloaded, RequestTimeout, record_early
+from app.errors import FleetError, NoReplicaAvailable, Overloaded, RequestTimeout, early_error, record_early
 from app.streams import Failover, Stream, run_stream
 from app.vllm_compat import (
     EngineClient,
@@ -99,6 +99,18 @@ class FleetEngineClient(EngineClient):
             record_early(error)
             raise error
 
+    def _admit(self, n: int) -> None:
+        """Check again when a request is about to queue: a burst passes the first check before any of it counts.
+
+        A request of several prompts was counted whole by the first check and is not cut short here.
+        """
+        box = early_error.get()
+        if box is not None and "admitted" in box:
+            return
+        self.check_admission(n)
+        if box is not None:
+            box["admitted"] = True
+
     # Generation
 
     async def generate(
@@ -138,6 +150,7 @@ class FleetEngineClient(EngineClient):
                 priority=priority,
                 session_id=session_id,
             )
+            self._admit(sampling_params.n)
             text, _, _ = extract_prompt_components(self.model_config, prompt)
             self.input_processor.assign_request_id(request)
             internal_id = request.request_id

@@ -68,7 +68,7 @@ class Gate:
         started = time.monotonic()
         request_id = _request_id(scope)
         answer = _Answer(send)
-        box: dict[str, Exception] = {}
+        box: dict[str, Any] = {}
         token = early_error.set(box)
         try:
             await self._serve(scope, _until_gone(receive), answer, box)
@@ -86,7 +86,7 @@ class Gate:
                 "%s %s %s %s %.3fs", request_id, scope["method"], scope["path"], answer.status or "closed", elapsed
             )
 
-    async def _serve(self, scope: Message, receive: Receive, answer: _Answer, box: dict[str, Exception]) -> None:
+    async def _serve(self, scope: Message, receive: Receive, answer: _Answer, box: dict[str, Any]) -> None:
         path = scope["path"]
         methods = ROUTES.get(path) if "{" not in path else None
         if methods is None:
@@ -105,6 +105,8 @@ class Gate:
             answer.headers.append((b"retry-after", b"5"))
             return await answer.json(503, body)
         receive = await _bounded_body(scope, receive, self._max_body_bytes)
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # vLLM's routes know no HEAD; the server sends no body for it
         await self._app(scope, receive, answer.hold(path, box))
 
 
@@ -194,7 +196,7 @@ class _Answer:
         if name not in dict(self.headers):
             self.headers.append((name, value))
 
-    def hold(self, path: str, box: dict[str, Exception]) -> Send:
+    def hold(self, path: str, box: dict[str, Any]) -> Send:
         """A send that keeps the start of some answers back until their status and body are known.
 
         An event stream waits for its first byte: an error that `generate()` recorded in `box` before its first output

@@ -42,7 +42,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _threads(config: TidegateConfig) -> int | None:
-    """Engine threads of one replica on CPU; by default the replicas share all cores but one, left to ingress and Ray."""
+    """Engine threads of one CPU replica; by default the replicas share all cores but one, left to ingress and Ray."""
     if not config.is_cpu:
         return None
     if isinstance(config.cpu.threads_per_replica, int):

@@ -37,6 +37,7 @@ class DeltaSender:
     def __init__(self, on_lost: Callable[[str], None]) -> None:
         self._on_lost = on_lost
         self._context = zmq.Context()
+        self._context.linger = 0  # one that is never closed must not keep its process from ending
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._pending: dict[str, list[Delta]] = {}
         self._unreachable_since: dict[str, float] = {}
@@ -68,7 +69,6 @@ class DeltaSender:
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # queue for a live connection only, so that a dead ingress is noticed
-            socket.setsockopt(zmq.LINGER, 0)
             socket.connect(reply_to)
             self._sockets[reply_to] = socket
         return socket
@@ -94,6 +94,7 @@ class DeltaReceiver:
 
     def __init__(self, host: str, on_deltas: Callable[[list[Delta]], None]) -> None:
         self._context = zmq.Context()
+        self._context.linger = 0  # one that is never closed must not keep its process from ending
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         port = self._socket.bind_to_random_port(f"tcp://{host}")

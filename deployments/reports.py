@@ -51,6 +51,7 @@ class ReportPublisher:
         self._replica_id = replica_id
         self._poll_s, self._idle_poll_s, self._minor_s, self._heartbeat_s = poll_s, idle_poll_s, minor_s, heartbeat_s
         self._context = zmq.Context()
+        self._context.linger = 0  # one that is never closed must not keep its process from ending
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
         self._socket.bind(f"tcp://{bind_host}:*")
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
@@ -156,6 +157,7 @@ class ReportSubscriber:
         self._loop = loop
         self._decode = msgspec.msgpack.Decoder(ReplicaReport).decode
         self._context = zmq.Context()
+        self._context.linger = 0  # one that is never closed must not keep its process from ending
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         self._socket.subscribe(b"")
         self._socket.reconnect_ivl_max = 2000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -60,7 +62,12 @@ def _titles() -> list[tuple[str, str]]:
 
 
 def _run_bench(args: argparse.Namespace, console: Console) -> int:
-    path = BENCHES[args.bench].run(args, console)
+    # TERM must unwind like ctrl-C does, or the servers that a bench started would stay behind.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        path = BENCHES[args.bench].run(args, console)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     console.print(f"written: {path}")
     return 0
 

@@ -61,7 +61,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_named_files_exist(page: Path) -> None:
     """Each path in code that begins with a folder of ours exists, as a file, folder, module or function in it."""
-    paths = re.findall(r"(?<![\w./-])((?:%s)/[\w./-]*)" % "|".join(map(re.escape, TOP)), code(page))
+    paths = re.findall(rf"(?<![\w./-])((?:{'|'.join(map(re.escape, TOP))})/[\w./-]*)", code(page))
     missing = {path for path in paths if path.split("/")[0] not in MADE and not (ROOT / path.rstrip("./")).exists()}
     assert not missing
 

@@ -141,7 +141,7 @@ def start_fleet(model: str, engine_args: dict[str, Any], folder: Path) -> Server
         "RAY_AUTH_MODE": "disabled",
         "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # as plain vLLM runs; Ray's default is 15
+        "RAY_worker_niceness": "0",  # Ray's default of 15 yields to every other process; plain vLLM runs at 0
     }
     return _start("tidegate", port, command, env, folder)
 

@@ -1,12 +1,11 @@
-"""Engine replicas that follow a script, an ASGI client, and the check that nothing is left behind."""
+"""Engine replicas that follow a script, the ingress over them, and the check that nothing is left behind."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -16,12 +15,15 @@ from app.fleet_client import FleetEngineClient
 from app.gate import Gate
 from app.python_api import PythonApi
 from app.streams import Failover
-from app.vllm_compat import SamplingParams, build_openai_app
+from app.vllm_compat import RequestOutputKind, SamplingParams, build_openai_app, tokens_input
 from deployments.delta_link import DeltaSender
 from deployments.token_codec import decode_params
 from deployments.wire import Delta, Outcome, Submit, ticket
 
+from .asgi_client import Answer, ask
+
 END = 2  # SmolLM2's <|im_end|>
+PROMPT = [504, 3575, 282]
 
 
 @dataclass
@@ -67,6 +69,20 @@ async def silent(call: Submission) -> Outcome:
     """A script that never says anything."""
     await asyncio.Event().wait()
     raise AssertionError
+
+
+def lost_with(error: Exception | Outcome, *first: int) -> Script:
+    """A script that sends these tokens and then ends without the sequence's end."""
+
+    async def script(call: Submission) -> Outcome:
+        if first:
+            call.send(*first)
+            await asyncio.sleep(0.02)
+        if isinstance(error, Outcome):
+            return error
+        raise error
+
+    return script
 
 
 class Response:
@@ -172,7 +188,8 @@ class Fleet:
             "external ids": {k: v for k, v in client._outputs.external_req_ids.items() if v},
             "tasks": [t for t in asyncio.all_tasks() if t.get_coro().__name__ == "run_stream"],  # type: ignore[union-attr]
         }
-        return {name: n for name, n in {**{k: len(v) for k, v in held.items()}, "calls": self.replicas.running}.items() if n}
+        counts = {"calls": self.replicas.running, **{name: len(what) for name, what in held.items()}}
+        return {name: count for name, count in counts.items() if count}
 
     async def settle(self) -> dict[str, int]:
         """What is left after everything that is on its way has had its turn."""
@@ -228,74 +245,17 @@ class FleetMaker:
             assert not left
 
 
-@dataclass
-class Answer:
-    """An HTTP answer as the ASGI server would have sent it."""
-
-    status: int | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    chunks: list[bytes] = field(default_factory=list)
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(self.chunks)
-
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def events(self) -> list[Any]:
-        """Data of an event stream, JSON where it is JSON."""
-        lines = [line for line in self.body.decode().split("\n") if line.startswith("data: ")]
-        return [json.loads(d) if (d := line.removeprefix("data: ")).startswith("{") else d for line in lines]
-
-    @property
-    def text(self) -> str:
-        """All text of a streamed chat or completion."""
-        choices = [choice for event in self.events if isinstance(event, dict) for choice in event.get("choices", [])]
-        return "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
+def params(**more: Any) -> SamplingParams:
+    """Parameters of a stream."""
+    return SamplingParams(**{"max_tokens": 500, "output_kind": RequestOutputKind.DELTA, **more})
 
 
-async def ask(
-    app: Any,
-    method: str,
-    path: str,
-    body: Any = None,
-    *,
-    headers: dict[str, str] | None = None,
-    pieces: list[bytes] | None = None,
-    on_chunk: Callable[[Answer], Any] | None = None,
-    leave: asyncio.Event | None = None,
-) -> Answer:
-    """Drive an ASGI app with one request; `pieces` sends a chunked body, `leave` hangs up when it is set."""
-    data = pieces if pieces is not None else [b"" if body is None else json.dumps(body).encode()]
-    raw = {"content-type": "application/json", **(headers or {})}
-    if pieces is None:
-        raw.setdefault("content-length", str(len(data[0])))
-    scope = {
-        **{"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1"},
-        **{"method": method, "path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http"},
-        **{"query_string": b"", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000)},
-        "headers": [(k.lower().encode(), v.encode()) for k, v in raw.items()],
-    }
-    answer, parts = Answer(), iter(enumerate(data, start=1))
-
-    async def receive() -> dict[str, Any]:
-        for number, piece in parts:
-            return {"type": "http.request", "body": piece, "more_body": number < len(data)}
-        await (leave or asyncio.Event()).wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            assert answer.status is None, "the answer started twice"
-            answer.status = message["status"]
-            answer.headers = {k.decode().lower(): v.decode() for k, v in message["headers"]}
-        elif message["type"] == "http.response.body" and message.get("body"):
-            assert answer.status is not None, "a body before the start"
-            answer.chunks.append(message["body"])
-            if on_chunk is not None:
-                on_chunk(answer)
-
-    await asyncio.wait_for(app(scope, receive, send), 30)
-    return answer
+async def collect(fleet: Fleet, sampling: SamplingParams | None = None, rid: str = "r") -> dict[int, Any]:
+    """Text, token ids and reasons of each sequence of one request."""
+    result: dict[int, Any] = {}
+    async for output in fleet.client.generate(tokens_input(PROMPT), sampling or params(), rid):
+        for sequence in output.outputs:
+            text, ids, _ = result.get(sequence.index, ("", [], None))
+            reasons = (sequence.finish_reason, sequence.stop_reason)
+            result[sequence.index] = (text + sequence.text, ids + list(sequence.token_ids), reasons)
+    return result

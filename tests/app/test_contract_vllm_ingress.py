@@ -27,9 +27,17 @@ NOTHING = (None, 0.0, None, None, None)  # the rest of a request's required fiel
 HEALTH = {"/health/live", "/health/ready"}  # ours
 #: What vLLM's app answers besides ROUTES. The gate hides all of it.
 HIDDEN = {
-    *("/docs", "/docs/oauth2-redirect", "/generative_scoring", "/inference/v1/abort_requests", "/inference/v1/generate"),
-    *("/invocations", "/is_scaling_elastic_ep", "/kv_event_sources", "/load", "/metrics", "/openapi.json", "/ping"),
-    *("/redoc", "/scale_elastic_ep", "/v1/chat/completions/batch", "/v1/chat/completions/derender"),
+    *("/docs", "/docs/oauth2-redirect", "/generative_scoring", "/inference/v1/abort_requests"),
+    *(
+        "/inference/v1/generate",
+        "/invocations",
+        "/is_scaling_elastic_ep",
+        "/kv_event_sources",
+        "/load",
+        "/metrics",
+        "/openapi.json",
+    ),
+    *("/ping", "/redoc", "/scale_elastic_ep", "/v1/chat/completions/batch", "/v1/chat/completions/derender"),
     *("/v1/chat/completions/render", "/v1/completions/derender", "/v1/completions/render", "/v1/messages/render"),
     *("/v1/responses/render", "/v1/systemone"),
 }

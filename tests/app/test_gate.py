@@ -13,7 +13,7 @@ import pytest
 from app.errors import Overloaded, ReplicaLost, record_early
 from app.gate import ROUTES, Gate
 
-from .scripted_fleet import Answer, ask
+from .asgi_client import Answer, ask
 
 LIMIT = 1000
 CHAT = "/v1/chat/completions"
@@ -73,7 +73,14 @@ def test_public_routes_reach_the_app(path: str) -> None:
     [
         *("/", "/docs", "/openapi.json", "/metrics", "/load", "/ping", "/invocations", "/v1", "/v1/", "/v1/models/"),
         *("/V1/models", "//v1/models", "/v1/models/x", "/v1/responses/", "/v1/responses/resp_/b", "/v1/responses/{id}"),
-        *("/v1/responses/resp_a/cancel/b", "/v1/responses/a", "/v1/responses/{id}/cancel", "/v1/chat/completions/batch", "/health/", "/health/x"),
+        *(
+            "/v1/responses/resp_a/cancel/b",
+            "/v1/responses/a",
+            "/v1/responses/{id}/cancel",
+            "/v1/chat/completions/batch",
+            "/health/",
+            "/health/x",
+        ),
         *("/v1/chat/completions/../../../docs", "/v1/load_lora_adapter", "/v1/responses/resp_a/input_items"),
     ],
 )
@@ -101,14 +108,22 @@ def test_other_methods_are_405(path: str) -> None:
 
 def test_head_is_allowed_where_get_is() -> None:
     """HEAD works on what can be read and is 405 elsewhere."""
+    inner = Inner()
     for path in ("/health", "/health/live", "/v1/models", "/version"):
-        assert request("HEAD", path).status == 200
+        assert request("HEAD", path, inner).status == 200
+    assert [method for method, _, _ in inner.seen] == ["GET", "GET"]
     assert request("HEAD", CHAT).status == 405
 
 
 @pytest.mark.parametrize(
     ("sizes", "announced"),
-    [([LIMIT + 1], True), ([LIMIT + 1], False), ([400, 400, 400], False), ([10], LIMIT + 1), ([1] * (LIMIT + 1), False)],
+    [
+        ([LIMIT + 1], True),
+        ([LIMIT + 1], False),
+        ([400, 400, 400], False),
+        ([10], LIMIT + 1),
+        ([1] * (LIMIT + 1), False),
+    ],
 )
 def test_large_body_is_413(sizes: list[int], announced: bool | int) -> None:
     """A body over the limit is 413, announced (then nothing of it is read) or chunked, and never reaches the app."""
@@ -280,7 +295,13 @@ def test_error_after_the_start_breaks_the_connection() -> None:
 
 @pytest.mark.parametrize(
     ("status", "body"),
-    [(400, b"Bad"), (422, b'{"detail": [{"loc": ["body", "n"]}]}'), (405, b'{"detail":"no"}'), (500, b"\xff"), (404, b"")],
+    [
+        (400, b"Bad"),
+        (422, b'{"detail": [{"loc": ["body", "n"]}]}'),
+        (405, b'{"detail":"no"}'),
+        (500, b"\xff"),
+        (404, b""),
+    ],
 )
 def test_foreign_error_bodies_get_openais_shape(status: int, body: bytes) -> None:
     """Error answers of the app that are not in OpenAI's shape are put into it, with their status kept."""

@@ -11,7 +11,8 @@ from ray.exceptions import ActorDiedError
 from app.config.model import DEFAULT_MODEL_ID
 from deployments.wire import Outcome
 
-from .scripted_fleet import Answer, FleetMaker, Script, Submission, says, silent
+from .asgi_client import Answer, ask
+from .scripted_fleet import FleetMaker, Submission, lost_with, says, silent
 
 TEXT = "Rome 🍕 日本語 is — done"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -20,20 +21,6 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": DEFAULT_MODEL_ID, "prompt": "Hi"},
 }
 PATHS = list(BODIES)
-
-
-def fails(error: Exception | Outcome, *first: int) -> Script:
-    """Sends these tokens, then ends without the sequence's end."""
-
-    async def script(call: Submission) -> Outcome:
-        if first:
-            call.send(*first)
-            await asyncio.sleep(0.02)
-        if isinstance(error, Outcome):
-            return error
-        raise error
-
-    return script
 
 
 def reasons(answer: Answer) -> list[str]:
@@ -70,7 +57,7 @@ def test_engines_refusal_is_400(run: Any, make_fleet: FleetMaker, path: str, str
 
     async def scenario() -> None:
         refusal = Outcome(0, fault="request", message="the regex cannot be compiled", parameter="structured_outputs")
-        fleet = await make_fleet(fails(refusal))
+        fleet = await make_fleet(lost_with(refusal))
         answer = await fleet.post(path, {**BODIES[path], "stream": stream})
         assert answer.status == 400
         error = answer.json()["error"]
@@ -102,20 +89,37 @@ def test_overload_is_429(run: Any, make_fleet: FleetMaker, path: str, stream: bo
     run(scenario())
 
 
-def test_overload_holds_in_a_burst(run: Any, make_fleet: FleetMaker) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_overload_holds_in_a_burst(run: Any, make_fleet: FleetMaker, stream: bool) -> None:
     """Requests that arrive at once cannot slip past the limit together."""
 
     async def scenario() -> None:
         fleet = await make_fleet(silent, max_queued=4)
         leave = asyncio.Event()
-        body = {**BODIES[CHAT], "stream": True}
+        body = {**BODIES[CHAT], "stream": stream}
         burst = [asyncio.create_task(fleet.post(CHAT, body, leave=leave)) for _ in range(40)]
-        await asyncio.wait(burst, timeout=2)
-        refused = [task.result().status for task in burst if task.done()]
-        assert refused == [429] * 36
+        while sum(task.done() for task in burst) < 36:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # no one more
+        answers = [task.result() for task in burst if task.done()]
+        assert [answer.status for answer in answers] == [429] * 36
+        assert all("retry-after" in answer.headers for answer in answers)
         assert len(fleet.replicas.calls) == 4
         leave.set()
         await asyncio.gather(*burst)
+
+    run(scenario())
+
+
+def test_request_of_many_prompts_is_admitted_whole(run: Any, make_fleet: FleetMaker) -> None:
+    """A request that was admitted is not cut short because its own prompts fill the queue."""
+
+    async def scenario() -> None:
+        fleet = await make_fleet(silent, max_queued=3)
+        fleet.replicas.scripts[:] = [says(fleet.ids("ok"))]
+        answer = await fleet.post(COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": ["a", "b", "c", "d", "e"]})
+        assert answer.status == 200
+        assert [choice["text"] for choice in answer.json()["choices"]] == ["ok"] * 5
 
     run(scenario())
 
@@ -126,7 +130,7 @@ def test_no_replica_is_503(run: Any, make_fleet: FleetMaker, path: str, stream: 
     """Without a replica, known before or only after sending: 503 and a Retry-After."""
 
     async def scenario() -> None:
-        fleet = await make_fleet(fails(ActorDiedError()))
+        fleet = await make_fleet(lost_with(ActorDiedError()))
         for has_replica in (False, True):
             fleet.has_replica = has_replica
             answer = await fleet.post(path, {**BODIES[path], "stream": stream})
@@ -144,7 +148,7 @@ def test_loss_in_mid_stream_is_told_in_band(run: Any, make_fleet: FleetMaker, pa
 
     async def scenario() -> None:
         fleet = await make_fleet(silent)
-        fleet.replicas.scripts[:] = [fails(ActorDiedError(), *fleet.ids("Rome is"))]
+        fleet.replicas.scripts[:] = [lost_with(ActorDiedError(), *fleet.ids("Rome is"))]
         answer = await fleet.post(path, {**BODIES[path], "stream": True})
         assert answer.status == 200
         assert answer.text == "Rome is"
@@ -224,15 +228,13 @@ def test_keep_alive_keeps_the_stream_open(run: Any, make_fleet: FleetMaker, serv
 
 
 def _stop_retries(fleet: Any, answer: Answer) -> None:
-    fleet.replicas.scripts.append(fails(ActorDiedError()))
+    fleet.replicas.scripts.append(lost_with(ActorDiedError()))
 
 
 def test_head_and_models(run: Any, make_fleet: FleetMaker) -> None:
     """The model list names the served model and hides where it lies; HEAD of it is no error."""
 
     async def scenario() -> None:
-        from .scripted_fleet import ask
-
         gate = await (await make_fleet(silent)).gate()
         models = await ask(gate, "GET", "/v1/models")
         assert [model["id"] for model in models.json()["data"]] == [DEFAULT_MODEL_ID]

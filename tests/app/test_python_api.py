@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ from .scripted_fleet import END, FleetMaker, Submission, says, silent
 TEXT = "Rome 🍕 is the capital"
 CHAT = {"model": DEFAULT_MODEL_ID, "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION = {"model": DEFAULT_MODEL_ID, "prompt": "Water boils at"}
+
+
+async def drain(stream: AsyncIterator[Any]) -> None:
+    """Read a stream to its end."""
+    async for _ in stream:
+        pass
 
 
 def test_chat_and_complete(run: Any, make_fleet: FleetMaker) -> None:
@@ -55,7 +62,7 @@ def test_generate_tokens(run: Any, make_fleet: FleetMaker) -> None:
         cut = await api.generate_tokens([504], {"max_tokens": 3})
         assert (cut["token_ids"], cut["finish_reason"]) == (ids[:3], "length")
         pieces = [piece async for piece in api.generate_tokens_stream([504], {"max_tokens": 50})]
-        assert sum((piece["token_ids"] for piece in pieces), []) == [*ids, END]
+        assert [token for piece in pieces for token in piece["token_ids"]] == [*ids, END]
         assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
 
     run(scenario())
@@ -88,8 +95,7 @@ def test_bad_calls_are_refused(
         with pytest.raises(RequestRefused) as whole:
             await getattr(api, method)(*arguments)
         with pytest.raises(RequestRefused) as streamed:
-            async for _ in getattr(api, f"{method}_stream")(*arguments):
-                pass
+            await drain(getattr(api, f"{method}_stream")(*arguments))
         for refused in (whole.value, streamed.value):
             assert refused.status == refused.error["code"] == status
             assert refused.error["message"]
@@ -110,11 +116,9 @@ def test_fleet_errors_reach_the_caller(run: Any, make_fleet: FleetMaker) -> None
         fleet = await make_fleet(dies)
         api = await fleet.python()
         for calls in (api.chat_stream(CHAT), api.generate_tokens_stream([504], {})):
-            got = 0
+            await anext(calls)  # it has begun
             with pytest.raises(RequestRefused) as refused:
-                async for _ in calls:
-                    got += 1
-            assert got > 0
+                await drain(calls)
             assert refused.value.status == 503
         with pytest.raises(RequestRefused) as refused:
             await api.chat(CHAT)

@@ -45,7 +45,7 @@ async def drive(stream: Stream, *scripts: Script, failover: Failover) -> tuple[S
 
     replicas, failures = ScriptedReplicas(link, *scripts), list[Exception]()
     fail = lambda failed, error: failures.append(error)  # noqa: E731
-    await run_stream(stream, replicas, "tcp://ingress", failover, fail)  # type: ignore[arg-type]
+    await run_stream(stream, replicas, "tcp://ingress", failover, fail)
     return replicas, failures
 
 

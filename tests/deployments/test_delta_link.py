@@ -157,15 +157,17 @@ def test_bad_frame_does_not_end_the_link() -> None:
 
     async def scenario() -> None:
         got: list[list[Delta]] = []
+        poisoned: list[Delta] = []
 
         def take(deltas: list[Delta]) -> None:
             if deltas[0].rid == "poison":
+                poisoned.extend(deltas)
                 raise RuntimeError("cannot be processed")
             got.append(deltas)
 
         receiver, sender = DeltaReceiver("127.0.0.1", take), DeltaSender(nobody)
         sender.send(receiver.endpoint, delta("poison", 0))
-        await asyncio.sleep(0.05)
+        await until(lambda: poisoned)
         sender._socket(receiver.endpoint).send(b"\xff no message")
         sender.send(receiver.endpoint, delta("good", 0))
         await until(lambda: got)

@@ -56,11 +56,19 @@ class Links:
         self.forgotten.append(reply_to)
 
 
+class Bare(EngineReplica):
+    """A replica without constructor and end, which need Serve and an engine."""
+
+    def __init__(self) -> None: ...
+
+    def __del__(self) -> None: ...  # type: ignore[override]  # Serve awaits the real one
+
+
 class Rig:
-    """A replica whose constructor, which needs Serve and an engine, did not run."""
+    """A bare replica and its parts."""
 
     def __init__(self) -> None:
-        self.replica = object.__new__(EngineReplica)
+        self.replica = Bare()
         self.page, self.reports, self.links = Page(), Reports(), Links()
         self.engine = SimpleNamespace(errored=False)
         parts = {"_page": self.page, "_reports": self.reports, "_links": self.links, "_engine": self.engine}

@@ -1,70 +1,21 @@
-"""FleetRouter without a cluster: real Ray base class and event loop, replicas and requests that only have a name."""
+"""FleetRouter: decisions follow policy and reports, the ledger closes each call once, the lost leave at once."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
-from ray.serve.request_router import PendingRequest, RunningReplica
+from ray.serve._private.common import ReplicaID
 
 from deployments.router import FleetRouter
 from deployments.routing import NoReplicaError, find_router
-from deployments.wire import ReplicaReport
+from policies.balancing.sal import SAL
 
-ENGINES = DeploymentID(name="EngineReplica", app_name="tidegate")
-LEAST = {"policy": "least_requests"}
-
-
-class FakeReplica:
-    """What the router sees of a RunningReplica; its queue is never probed with success."""
-
-    def __init__(self, name: str) -> None:
-        self.replica_id = ReplicaID(unique_id=name, deployment_id=ENGINES)
-        self.replica_metadata: dict[str, Any] = {}
-        self.max_ongoing_requests = 10_000
-
-    async def get_queue_len(self, *, deadline_s: float) -> int:
-        raise AssertionError("the router must not wait for queue lengths")
-
-
-class Fleet:
-    """A router and its replicas; `pick` sends one call through it and returns the replica's name."""
-
-    def __init__(self, *names: str, balancing: dict[str, Any] | None = None, wait_s: float = 0.15) -> None:
-        self.router = FleetRouter(deployment_id=ENGINES, handle_source=DeploymentHandleSource.REPLICA)
-        self.router.initialize_state(balancing=balancing or LEAST, wait_for_replica_s=wait_s)
-        self.seq = 0
-        self.set(*names)
-
-    def set(self, *names: str) -> None:
-        self.router.update_replicas([cast(RunningReplica, FakeReplica(name)) for name in names])
-
-    def report(self, name: str, **figures: Any) -> None:
-        self.seq += 1
-        base: dict[str, Any] = {
-            **{"seq": self.seq, "t": time.time(), "state": "serving", "free_blocks": 100, "total_blocks": 100},
-            **{"block_size": 16, "running": 0, "waiting": 0, "queued_tokens": 0, "head_blocks": 0},
-            **{"batch_tokens": 512, "max_num_seqs": 64, "preemptions": 0, "admitted": []},
-        }
-        self.router._on_report(ReplicaReport(replica=name, **{**base, **figures}))
-
-    async def pick(self, *, internal_id: str = "r", is_retry: bool = False, **keywords: Any) -> str:
-        request = PendingRequest(
-            args=[], kwargs=keywords, metadata=RequestMetadata(request_id="x", internal_request_id=internal_id)
-        )
-        replica = await self.router._choose_replica_for_request(request, is_retry=is_retry)
-        return cast(str, replica.replica_id.unique_id)
-
-    def complete(self, name: str, internal_id: str = "r") -> None:
-        self.router.on_request_completed(ReplicaID(unique_id=name, deployment_id=ENGINES), internal_id)
-
-    def inflight(self) -> dict[str, int]:
-        return dict(zip(self.router.table.ids, self.router.table.inflight.astype(int).tolist(), strict=True))
+from .router_rig import ENGINES, LEAST, Fleet
 
 
 @pytest.fixture
@@ -156,7 +107,7 @@ def test_target_replica_pins_a_call(run: Any) -> None:
 
 
 def test_no_replica_after_a_wait(run: Any) -> None:
-    """Without an eligible replica a call waits `wait_for_replica_s`, then raises; one that appears meanwhile gets it."""
+    """Without an eligible replica a call waits `wait_for_replica_s`, then raises; one that appears gets it."""
 
     async def scenario() -> None:
         fleet = Fleet(wait_s=0.2)
@@ -335,6 +286,12 @@ def test_newest_settings_win(run: Any) -> None:
     run(scenario)
 
 
+def beta(fleet: Fleet) -> float:
+    """SAL's beta in a router."""
+    assert isinstance(fleet.router.policy, SAL)
+    return fleet.router.policy.beta
+
+
 def test_same_settings_keep_what_was_learnt(run: Any) -> None:
     """A restarted replica announces the settings in force again: the beta that SAL has learnt stays."""
 
@@ -343,11 +300,12 @@ def test_same_settings_keep_what_was_learnt(run: Any) -> None:
         fleet = Fleet("a", balancing=settings)
         for _ in range(200):
             fleet.router.observe(1000, 10)
-        learnt = fleet.router.policy.beta  # type: ignore[attr-defined]
+        learnt = beta(fleet)
+        assert learnt != beta(Fleet("b", balancing=settings))
         fleet.report("a", settings=dict(settings), settings_t=9.0)
-        assert fleet.router.policy.beta == learnt  # type: ignore[attr-defined]
+        assert beta(fleet) == learnt
         fleet.report("a", settings={"policy": "sal", "beta": 3.0}, settings_t=10.0)
-        assert fleet.router.policy.beta == 3.0  # type: ignore[attr-defined]
+        assert beta(fleet) == 3.0
 
     run(scenario)
 
@@ -382,7 +340,7 @@ def test_stale_reports_fall_back_to_own_calls(run: Any) -> None:
         fleet.router._rng = np.random.default_rng(1)
         fleet.report("a", running=0)
         fleet.report("b", running=60)
-        assert not fleet.router.reports_stale
+        assert await fleet.pick() == "a"
         await asyncio.sleep(0.1)
         assert fleet.router.reports_stale
         names = [await fleet.pick(ticket=t, prompt_tokens=1) for t in range(40)]

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TOY = """
 import subprocess
+import time
 from fastapi import FastAPI
 from ray import serve
 
@@ -31,6 +32,7 @@ api = FastAPI()
 class Engine:
     def __init__(self):
         self.child = subprocess.Popen(["sleep", "86399"], start_new_session=True)  # an orphan to be
+        time.sleep(5)  # long enough to be seen starting
     def pid(self):
         return self.child.pid
 
@@ -113,7 +115,7 @@ def test_a_fleet_starts_refuses_a_second_and_ends_clean(fleet: tuple[subprocess.
     process, config = fleet
     target = serve.read_target(config)
     output = read_until(process, "ready on")
-    assert "Engine 1 running" in output
+    assert "Engine 1 starting" in output
     orphan = psutil.Process(httpx.get(f"{target.url}/health/ready").json()["pid"])
     descendants = psutil.Process(process.pid).children(recursive=True)
     assert orphan in descendants
