@@ -26,7 +26,7 @@ test-slow: model  ## soaks and validations
 bench: model  ## BENCH=name runs a measurement, without it lists them
 	$(PY) -m loadgen bench $(BENCH)
 
-clean:  ## remove .venv, caches and results; the converted model stays in the user's cache
-	rm -rf .venv build results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove .venv and caches; the converted model stays in the user's cache
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .PHONY: help setup model serve check test test-slow bench clean
