@@ -99,7 +99,8 @@ def run(args: argparse.Namespace, console: Console) -> Path:
                 server.stop()
     figures = _figures(rounds)
     _print(console, figures, args.rounds)
-    return stamp.write({"engine_args": {**ENGINE, "model": model}, "loads": LOADS, **figures}, args.out)
+    loads = [dict(zip(("streams", "requests", "output_len"), load, strict=True)) for load in LOADS]
+    return stamp.write({"engine_args": {**ENGINE, "model": model}, "loads": loads, **figures}, args.out)
 
 
 async def _rounds(started: Sequence[servers.Server], args: argparse.Namespace, steps: Steps) -> list[dict[str, Any]]:
@@ -178,7 +179,7 @@ def _figures(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 for name, runs in side.items()
             },
         }
-    return {"loads_result": loads, "rounds": [{k: v for k, v in r.items() if k != "ttfts_ms"} for r in rounds]}
+    return {"by_streams": loads, "rounds": [{k: v for k, v in r.items() if k != "ttfts_ms"} for r in rounds]}
 
 
 def _names(rounds: Sequence[dict[str, Any]]) -> list[str]:
@@ -204,7 +205,7 @@ def _cpu(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _print(console: Console, figures: dict[str, Any], rounds: int) -> None:
     rows, cpu_rows = [], []
-    for streams, load in figures["loads_result"].items():
+    for streams, load in figures["by_streams"].items():
         plain, fleet, added = load["vllm"], load["tidegate"], load["added_ttft_ms"]
         more = f"{added['median']:+.1f} ms [{added['low']:+.1f}, {added['high']:+.1f}]"
         rows.append((f"{streams} streams: TTFT p50, ms", plain["p50_ttft_ms"], fleet["p50_ttft_ms"], more))
@@ -220,6 +221,6 @@ def _print(console: Console, figures: dict[str, Any], rounds: int) -> None:
         for name in names:
             cells = (side["cpu_us_per_output_token"].get(name) for side in (plain, fleet))
             cpu_rows.append((f"{streams} streams: {name}", *("-" if c is None else c for c in cells)))
-    kind = next(iter(figures["loads_result"].values()))["throughput_ratio"]["kind"]
+    kind = next(iter(figures["by_streams"].values()))["throughput_ratio"]["kind"]
     show(console, f"medians over {rounds} rounds", ("", "vLLM", "Tidegate", f"Tidegate against vLLM [{kind}]"), rows)
     show(console, "CPU microseconds per output token", ("", "vLLM", "Tidegate"), cpu_rows)

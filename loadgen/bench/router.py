@@ -82,29 +82,29 @@ def _print(
     console: Console, args: argparse.Namespace, table: dict[str, Any], serve: dict[str, Any], ages: dict[str, Any]
 ) -> None:
     sizes = [str(n) for n in args.replicas]
+    replicas = [f"{n} replicas" for n in sizes]
     show(
         console,
-        "choosing on the fleet table, microseconds p50 / p99; warm: the same call repeated (median)",
-        ("policy", *(f"{n} replicas" for n in sizes), *(f"{n} warm" for n in sizes)),
-        [
-            (
-                name,
-                *(_both(by[n]["choose"], "us") for n in sizes),
-                *(by[n]["choose_warm"]["p50_us"] for n in sizes),
-            )
-            for name, by in table.items()
-        ],
+        "choosing on the fleet table, microseconds p50 / p99",
+        ("policy", *replicas),
+        [(name, *(_both(by[n]["choose"], "us") for n in sizes)) for name, by in table.items()],
+    )
+    show(
+        console,
+        "the same call repeated with nothing in between (warm), microseconds p50 / p99",
+        ("policy", *replicas),
+        [(name, *(_both(by[n]["choose_warm"], "us") for n in sizes)) for name, by in table.items()],
     )
     show(
         console,
         "book-keeping on the fleet table, microseconds p50 / p99 (policy: sal)",
-        ("call", *(f"{n} replicas" for n in sizes)),
+        ("call", *replicas),
         [(call, *(_both(table["sal"][n][call], "us") for n in sizes)) for call in ("dispatch", "complete", "apply")],
     )
     show(
         console,
         "the whole choice as Serve awaits it, microseconds p50 / p99",
-        ("router", *(f"{n} replicas" for n in sizes)),
+        ("router", *replicas),
         [(name, *(_both(by[n], "us") for n in sizes)) for name, by in serve.items()],
     )
     rows = [

@@ -86,5 +86,5 @@ async def ask(
             if on_chunk is not None:
                 on_chunk(answer)
 
-    await asyncio.wait_for(app(scope, receive, send), 30)
+    await asyncio.wait_for(app(scope, receive, send), 60)
     return answer

@@ -28,10 +28,10 @@ def loop_runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture
 def run(loop_runner: asyncio.Runner) -> Callable[[Coroutine[Any, Any, T]], T]:
-    """Runs a coroutine to its end, which must come within a minute."""
+    """Runs a coroutine to its end, which must come within two minutes."""
 
     def run(scenario: Coroutine[Any, Any, T]) -> T:
-        return loop_runner.run(asyncio.wait_for(scenario, 60))
+        return loop_runner.run(asyncio.wait_for(scenario, 120))
 
     return run
 
