@@ -44,7 +44,7 @@ class ReportPublisher:
         *,
         poll_s: float = 0.002,
         idle_poll_s: float = 0.01,
-        minor_s: float = 0.02,
+        minor_s: float = 0.005,
         heartbeat_s: float = 0.1,
     ) -> None:
         self._page = page

@@ -78,7 +78,13 @@ class Fleet:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token_file),
         }
-        self.env = {**os.environ, **self.client_env, "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1"}
+        self.env = {
+            **os.environ,
+            **self.client_env,
+            "RAY_worker_niceness": "0",  # Ray's default, 15, lets any other program of the machine starve the engines
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
 
     def start(self) -> None:
         """Start the Ray head and, once it answers, `serve run`; return when the application is ready."""
