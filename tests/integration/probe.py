@@ -32,7 +32,7 @@ class Probe:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "tests.integration.probe"],
                 cwd=ROOT,
-                env={**os.environ, **ray_environment(server.ray_dir)},
+                env={**os.environ, **ray_environment(server.ray_dir), "RAY_ADDRESS": _gcs_address(server)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -67,12 +67,19 @@ class Probe:
         self._child.wait(timeout=30)
 
 
+def _gcs_address(server: Server) -> str:
+    """Where this server's cluster is: "auto" would take any cluster of the machine."""
+    (raylet,) = server.named("raylet/raylet")
+    (argument,) = (a for a in raylet.cmdline() if a.startswith("--gcs-address="))
+    return argument.partition("=")[2]
+
+
 def main() -> None:
     """Answer questions from standard input until it closes."""
     import ray
     from ray import serve
 
-    ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+    ray.init(log_to_driver=False, logging_level="ERROR")  # RAY_ADDRESS says where
     handle = serve.get_app_handle("tidegate")
     for line in sys.stdin:
         method, arguments, named = json.loads(line)
