@@ -55,6 +55,12 @@ class Target:
         return f"http://{host}:{self.port}{self.prefix}"
 
 
+def _before_exec() -> None:
+    """In a child: end with this process, and heed ctrl-C even if this process was started where it is ignored (`&`)."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Fleet:
     """Ray head and `serve run`, children of this process, with everything that they start."""
 
@@ -156,7 +162,7 @@ class Fleet:
         with self.log.open("ab") as log:
             self.children[program] = subprocess.Popen(
                 [str(BIN / program), *args], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+                start_new_session=True, preexec_fn=_before_exec,
             )  # fmt: skip
 
     def _end(self, program: str, sign: signal.Signals) -> None:

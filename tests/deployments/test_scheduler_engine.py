@@ -14,7 +14,7 @@ from app.model import default_model_path
 from deployments.load_page import Figures, LoadPage
 from deployments.scheduler import SchedulerSettings, use_policy_scheduler
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 PROMPTS = [[(7 * i + 13 * j) % 40_000 + 100 for j in range(size)] for i, size in enumerate((700, 40, 350, 20, 600, 30))]
 

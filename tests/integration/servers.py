@@ -131,8 +131,9 @@ def _title(process: psutil.Process) -> str:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when the test process dies (prctl(2), PR_SET_PDEATHSIG)."""
+    """End with the test process (prctl(2), PR_SET_PDEATHSIG), and heed SIGINT even if that one ignores it (`&`)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _start(name: str, command: list[str], url: str, env: dict[str, str], ray_dir: Path | None = None) -> Server:
