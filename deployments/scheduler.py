@@ -22,6 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from deployments.load_page import Figures, LoadPage
+from deployments.parent import end_with_parent
 from deployments.waiting_queue import PolicyRequestQueue
 from policies.registry import PolicyError
 from policies.scheduling import SCHEDULING, SchedulingPolicy
@@ -108,6 +109,7 @@ class PolicySchedulerMixin(Scheduler):
         self._stale: list[Request] = []  # preempted while output was in flight: they grow in the queue
         self.waiting: PolicyRequestQueue = PolicyRequestQueue(self.queue_policy, self._context())
         self._page = LoadPage.open(settings.page) if settings.page else None
+        end_with_parent()
         self._published = (-1, -1, -1)
         self._publish()
 
