@@ -20,7 +20,7 @@ from loadgen.client import Prompt, StreamingClient, closed_loop
 from loadgen.metrics import paired_ratio, percentile, summarise
 from loadgen.report import Stamp, Steps, show
 
-TITLE = "the fleet against a plain vLLM server: TTFT, throughput, CPU time by process (about 6 minutes)"
+TITLE = "the fleet against a plain vLLM server: TTFT, throughput, CPU time by process (about 9 minutes)"
 SEEDS = (0,)
 
 ENGINE: dict[str, Any] = {
