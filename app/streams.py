@@ -42,6 +42,7 @@ class Stream:
     params: SamplingParams
     arrival: float
     priority: int = 0
+    session: int | None = None
     cache_salt: str | None = None
     trace: dict[str, str] | None = None
     reasoning_ended: bool | None = None
@@ -123,7 +124,13 @@ async def _submit(stream: Stream, handle: DeploymentHandle, reply_to: str) -> Ex
         reasoning_ended=stream.reasoning_ended,
         reasoning_parser_kwargs=stream.reasoning_parser_kwargs,
     )
-    response = handle.generate.remote(_encoder.encode(submit), ticket=number, prompt_tokens=len(stream.prompt))
+    response = handle.generate.remote(
+        _encoder.encode(submit),
+        ticket=number,
+        prompt_tokens=len(stream.prompt),
+        tier=stream.priority,
+        session=stream.session,
+    )
     try:
         outcome: Outcome = await response
     except asyncio.CancelledError:

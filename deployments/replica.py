@@ -52,7 +52,14 @@ class EngineReplica:
         return {"reports": self._reports.endpoint}
 
     async def generate(
-        self, frame: bytes, *, ticket: int, prompt_tokens: int, target_replica: str | None = None
+        self,
+        frame: bytes,
+        *,
+        ticket: int,
+        prompt_tokens: int,
+        tier: int = 0,
+        session: int | None = None,
+        target_replica: str | None = None,
     ) -> Outcome:
         """Generate one sequence; returns how it ended once its last delta is on its way.
 

@@ -21,12 +21,13 @@ from deployments.settings import make_policy
 from deployments.wire import ReplicaReport
 from policies.balancing import BALANCING
 from policies.fleet import FleetTable
+from policies.types import Call
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
 
 class FleetRouter(RequestRouter):
-    """Chooses the replica of each `generate` call from its keywords `ticket` and `prompt_tokens`.
+    """Chooses the replica of each `generate` call from its keywords `ticket`, `prompt_tokens`, `tier` and `session`.
 
     `target_replica` pins a call. Calls without a ticket go to the replica with the fewest calls of this router.
     """
@@ -121,7 +122,8 @@ class FleetRouter(RequestRouter):
             self._forget_attempt(ticket, internal_id)
         name = keywords.get("target_replica")
         if name is None:
-            name = await self._choose(prompt_tokens)
+            call = Call(prompt_tokens, keywords.get("tier", 0), time.monotonic(), keywords.get("session"))
+            name = await self._choose(call)
         replica = self._replica_by_name.get(name)
         if replica is None:
             raise NoReplicaError(f"replica {name} is gone")
@@ -138,11 +140,11 @@ class FleetRouter(RequestRouter):
                 tickets.remove(ticket)
                 tickets.appendleft(None)
 
-    async def _choose(self, prompt_tokens: int) -> str:
+    async def _choose(self, call: Call) -> str:
         if not self.table.ids:
             await self._wait_for_replica()
-        policy = self._fallback if self.table.all_stale(time.monotonic()) else self.policy
-        return self.table.ids[policy.choose(self.table, prompt_tokens, self._rng)]
+        policy = self._fallback if self.table.all_stale(call.now) else self.policy
+        return self.table.ids[policy.choose(self.table, call, self._rng)]
 
     async def _wait_for_replica(self) -> None:
         deadline = time.monotonic() + self._wait_for_replica_s

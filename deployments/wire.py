@@ -49,7 +49,8 @@ class Delta(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
 class Submit(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """One sequence to generate: token ids in, `Delta`s out to the ZMQ endpoint `reply_to`.
 
-    `params` is vLLM's SamplingParams as `token_codec` encodes it; `arrival` is wall-clock seconds, kept over re-sends.
+    `params` is vLLM's SamplingParams as `token_codec` encodes it; `arrival` is wall-clock seconds, kept over re-sends;
+    `priority` is the tier, 0 the highest.
     """
 
     rid: str
@@ -86,6 +87,7 @@ class ReplicaReport(msgspec.Struct, array_like=True, frozen=True):
     `head_blocks`: KV blocks wanted by the head of the queue (0 if none waits).
     `admitted`: tickets (see `ticket`) of the submissions that these figures count for the first time, and of the
     few reports before, so that one lost report does no harm and any number of routers can read along.
+    `running_by_tier`, `waiting_by_tier`: requests of tier 0, 1, ...; tiers at the end that have none may be left out.
     `settings`/`settings_t`: balancing settings from user_config and when they were set (newest wins).
     """
 
@@ -104,6 +106,8 @@ class ReplicaReport(msgspec.Struct, array_like=True, frozen=True):
     max_num_seqs: int
     preemptions: int
     admitted: list[int]
+    running_by_tier: list[int] = []
+    waiting_by_tier: list[int] = []
     settings: dict | None = None
     settings_t: float = 0.0
 

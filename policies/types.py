@@ -6,10 +6,25 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Request(Protocol):
-    """A request of one engine: the attributes of vLLM's v1 Request that policies may read.
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What is known of a request beyond its own fields; lengths in generated tokens, None where nobody knows.
 
-    `arrival_time` is wall-clock seconds, `num_tokens` includes the generated ones, lengths are tokens.
+    `output_tokens` is the true length (an oracle: evaluation only), `predicted_tokens` a learned predictor's guess,
+    `ttft_slo_s` and `tpot_slo_s` the seconds that the request's tier promises (to the first token, per further one).
+    """
+
+    output_tokens: int | None = None
+    predicted_tokens: float | None = None
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+
+
+class Request(Protocol):
+    """A request of one engine: the attributes of vLLM's v1 Request that policies may read, and our `hints`.
+
+    `arrival_time` is wall-clock seconds, `num_tokens` includes the generated ones, `num_computed_tokens` are those in
+    the KV cache, lengths are tokens. `priority` is the tier: 0 is the highest.
     """
 
     @property
@@ -17,15 +32,21 @@ class Request(Protocol):
     @property
     def arrival_time(self) -> float: ...
     @property
+    def priority(self) -> int: ...
+    @property
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
     @property
     def num_output_tokens(self) -> int: ...
     @property
+    def num_computed_tokens(self) -> int: ...
+    @property
     def max_tokens(self) -> int: ...
     @property
     def num_preemptions(self) -> int: ...
+    @property
+    def hints(self) -> Hints: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +70,19 @@ class SchedulerContext:
     def blocks(self, tokens: int) -> int:
         """KV blocks that `tokens` tokens occupy: the last one may be partly filled."""
         return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request on its way to a replica: prompt length in tokens, tier (0 is the highest), monotonic seconds.
+
+    `session` is a stable number of the client's session, or of the prompt's first tokens; None: no affinity.
+    """
+
+    prompt_tokens: int
+    tier: int = 0
+    now: float = 0.0
+    session: int | None = None
 
 
 class EmptyFleetError(LookupError):

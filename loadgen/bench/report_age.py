@@ -24,6 +24,7 @@ from deployments.wire import ReplicaReport, ticket
 from loadgen.metrics import percentile
 from policies.balancing import BALANCING
 from policies.fleet import FleetTable
+from policies.types import Call
 
 PROCESSES = 4
 DECISIONS_PER_S = 200.0
@@ -104,7 +105,7 @@ async def _route(endpoints: dict[str, str], seconds: float, seed: int) -> _Obser
     deadline = observed.began + seconds
     while time.time() < deadline:
         await asyncio.sleep(rng.exponential(1 / DECISIONS_PER_S))
-        chosen = table.ids[policy.choose(table, 500, rng)]
+        chosen = table.ids[policy.choose(table, Call(500), rng)]
         now = time.time()
         # SAL prefers some replicas; ages are taken over all of them alike.
         for name in (chosen, table.ids[int(rng.random() * len(table.ids))]):

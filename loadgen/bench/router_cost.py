@@ -18,6 +18,7 @@ from loadgen import lengths
 from loadgen.metrics import percentile
 from policies.balancing import BALANCING
 from policies.fleet import FleetTable
+from policies.types import Call
 
 IN_FLIGHT_PER_REPLICA = 8
 RAY_DEFAULT = "Ray's power of two"
@@ -84,7 +85,7 @@ def table_costs(policy: str, replicas: int, calls: int, seed: int) -> dict[str, 
     with no_collection():
         for i in range(calls):
             t0 = clock()
-            column = balancer.choose(table, prompts[i], np_rng)
+            column = balancer.choose(table, Call(prompts[i]), np_rng)
             t1 = clock()
             name = table.ids[column]
             t2 = clock()
@@ -116,7 +117,7 @@ def warm_cost(policy: str, replicas: int, calls: int, seed: int) -> Costs:
     with no_collection():
         for _ in range(calls):
             t0 = clock()
-            balancer.choose(table, 500, np_rng)
+            balancer.choose(table, Call(500), np_rng)
             spent.append(clock() - t0)
     return costs(spent)
 

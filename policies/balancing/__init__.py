@@ -10,6 +10,7 @@ from policies.balancing.classic import LeastRequests, PowerOfTwoChoices, Random,
 from policies.balancing.sal import SAL
 from policies.fleet import FleetTable
 from policies.registry import Registry
+from policies.types import Call
 
 __all__ = ["BALANCING", "SAL", "BalancingPolicy", "LeastRequests", "PowerOfTwoChoices", "Random", "RoundRobin"]
 
@@ -20,8 +21,8 @@ class BalancingPolicy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def choose(self, fleet: FleetTable, prompt_tokens: int, rng: np.random.Generator) -> int:
-        """Index into `fleet.ids` for a request of `prompt_tokens` tokens; EmptyFleetError if there is no column."""
+    def choose(self, fleet: FleetTable, call: Call, rng: np.random.Generator) -> int:
+        """Index into `fleet.ids` for this request; EmptyFleetError if there is no column."""
 
     def observe(self, prompt_tokens: int, output_tokens: int) -> None:
         """Learn from a request that ended: its prompt and generated tokens."""

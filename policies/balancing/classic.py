@@ -6,7 +6,7 @@ import numpy as np
 
 from policies.balancing.ties import argmin
 from policies.fleet import FleetTable
-from policies.types import EmptyFleetError
+from policies.types import Call, EmptyFleetError
 
 
 class Random:
@@ -14,7 +14,7 @@ class Random:
 
     name = "random"
 
-    def choose(self, fleet: FleetTable, prompt_tokens: int, rng: np.random.Generator) -> int:
+    def choose(self, fleet: FleetTable, call: Call, rng: np.random.Generator) -> int:
         return int(rng.random() * _width(fleet))
 
     def observe(self, prompt_tokens: int, output_tokens: int) -> None:
@@ -29,7 +29,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last: int | None = None
 
-    def choose(self, fleet: FleetTable, prompt_tokens: int, rng: np.random.Generator) -> int:
+    def choose(self, fleet: FleetTable, call: Call, rng: np.random.Generator) -> int:
         width = _width(fleet)
         last = int(rng.random() * width) if self._last is None else self._last
         self._last = (last + 1) % width
@@ -47,7 +47,7 @@ class PowerOfTwoChoices:
 
     name = "p2c"
 
-    def choose(self, fleet: FleetTable, prompt_tokens: int, rng: np.random.Generator) -> int:
+    def choose(self, fleet: FleetTable, call: Call, rng: np.random.Generator) -> int:
         width = _width(fleet)
         if width == 1:
             return 0
@@ -65,7 +65,7 @@ class LeastRequests:
 
     name = "least_requests"
 
-    def choose(self, fleet: FleetTable, prompt_tokens: int, rng: np.random.Generator) -> int:
+    def choose(self, fleet: FleetTable, call: Call, rng: np.random.Generator) -> int:
         return argmin(fleet.requests, rng)
 
     def observe(self, prompt_tokens: int, output_tokens: int) -> None:

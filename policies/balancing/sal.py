@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from policies.balancing.ties import FEW, argmin
 from policies.fleet import FleetTable
 from policies.registry import number
+from policies.types import Call
 
 
 class SAL:
@@ -42,10 +43,10 @@ class SAL:
         self._prompt, self._beta = np.empty(()), np.empty(())  # 0-d: numpy takes them faster than Python numbers
         self._memory_term = self._queue_term = np.empty(0)
 
-    def choose(self, fleet: FleetTable, prompt_tokens: int, rng: np.random.Generator) -> int:
+    def choose(self, fleet: FleetTable, call: Call, rng: np.random.Generator) -> int:
         if len(fleet.ids) <= FEW:
-            return argmin(self._few_loads(fleet, prompt_tokens), rng)
-        return argmin(self._loads(fleet, prompt_tokens), rng)
+            return argmin(self._few_loads(fleet, call.prompt_tokens), rng)
+        return argmin(self._loads(fleet, call.prompt_tokens), rng)
 
     def observe(self, prompt_tokens: int, output_tokens: int) -> None:
         """Follow a request that ended; one without output says nothing about output lengths and is left out."""

@@ -107,10 +107,11 @@ class ScriptedReplicas:
         self.calls: list[Submission] = []
         self.generate = self
 
-    def remote(self, frame: bytes, *, ticket: int, prompt_tokens: int) -> Response:
+    def remote(self, frame: bytes, *, ticket: int, prompt_tokens: int, tier: int, session: int | None) -> Response:
         submit = msgspec.msgpack.decode(frame, type=Submit)
         assert ticket == _ticket(submit)
         assert prompt_tokens == len(submit.prompt)
+        assert tier == submit.priority
         call = Submission(submit, decode_params(submit.params), self._link)
         script = self.scripts[min(len(self.calls), len(self.scripts) - 1)]
         self.calls.append(call)

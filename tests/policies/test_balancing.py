@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from deployments.wire import ReplicaReport
 from policies.balancing import BALANCING, SAL, PowerOfTwoChoices
 from policies.fleet import FleetTable
-from policies.types import EmptyFleetError
+from policies.types import Call, EmptyFleetError
 
 FEW, MANY = 5, 40  # replicas: both ways in which loads are computed
 
@@ -38,7 +38,7 @@ def fleet(figures: list[tuple[int, int, int]], requests: list[int] | None = None
 def chosen(policy: Any, table: FleetTable, times: int, seed: int = 1, prompt: int = 100) -> list[int]:
     """Columns chosen one after the other, without dispatching."""
     rng = np.random.default_rng(seed)
-    return [policy.choose(table, prompt, rng) for _ in range(times)]
+    return [policy.choose(table, Call(prompt), rng) for _ in range(times)]
 
 
 def chi_square_limit(degrees: int, z: float = 4.0) -> float:
@@ -72,7 +72,7 @@ def test_one_or_no_replica(name: str) -> None:
     """A single replica is always chosen; an empty fleet is an error that says so."""
     assert set(chosen(BALANCING.make(name), fleet([(0, 99, 3)]), 5)) == {0}
     with pytest.raises(EmptyFleetError, match="no replica"):
-        BALANCING.make(name).choose(FleetTable(), 100, np.random.default_rng(0))
+        BALANCING.make(name).choose(FleetTable(), Call(100), np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("width", [FEW, MANY])
@@ -111,7 +111,7 @@ def test_round_robin_survives_a_shrinking_fleet() -> None:
     """Columns that vanish between two choices are never chosen."""
     policy, rng = BALANCING.make("round_robin"), np.random.default_rng(0)
     for width in (9, 4, 4, 2, 1, 5):
-        assert 0 <= policy.choose(fleet([(1, 0, 0)] * width), 10, rng) < width
+        assert 0 <= policy.choose(fleet([(1, 0, 0)] * width), Call(10), rng) < width
 
 
 def test_p2c_takes_the_better_of_two() -> None:
@@ -186,7 +186,7 @@ def test_sal_spreads_a_burst_between_reports() -> None:
     """A burst that no report shows yet is spread evenly: own calls count at once."""
     table, policy, rng = fleet([(500, 0, 0)] * 4), SAL(), np.random.default_rng(3)
     for ticket in range(100):
-        table.dispatch(10**6 + ticket, table.ids[policy.choose(table, 50, rng)], 50)
+        table.dispatch(10**6 + ticket, table.ids[policy.choose(table, Call(50), rng)], 50)
     assert table.inflight.tolist() == [25] * 4
 
 
