@@ -13,6 +13,7 @@ import msgspec
 import ray
 from ray import serve
 
+from deployments.cpu_binding import bind_cpu
 from deployments.delta_link import DeltaSender
 from deployments.load_page import LoadPage
 from deployments.reports import ReportPublisher
@@ -32,14 +33,15 @@ class EngineReplica:
     async def __init__(self, settings: ReplicaSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
+        engine_args = settings.engine_args
         if settings.threads is not None:
             cores = bound_cores(context.rank.local_rank, settings.threads, os.cpu_count() or 1)
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
+            engine_args = bind_cpu(engine_args, cores)
         # vLLM reads its environment when imported.
         from deployments.engine import start_engine
 
         self._page = LoadPage.create(f"tidegate-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        self._engine = start_engine(settings.engine_args, policy_spec(settings.scheduling), self._page.name)
+        self._engine = start_engine(engine_args, policy_spec(settings.scheduling), self._page.name)
         self._page.unlink()  # both sides have it mapped: no file is left, however this replica ends
         self._links = DeltaSender(self._ingress_lost)
         self._calls: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by the ingress that they reply to

@@ -20,9 +20,8 @@ from .shapes import CHAT, COMPLETIONS, RESPONSES, chat, complete, respond
 
 pytestmark = pytest.mark.integration
 
-# A disconnect passes proxy, ingress and replica, an engine step takes up to 0.1 s on a busy core, and the figures
-# come back by the next load report.
-FREED_WITHIN_S = 2.0
+# Measured: 0.05 to 2.3 s, the longer the busier the cores. An endless request would run for a minute or more.
+FREED_WITHIN_S = 15.0
 ENDLESS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
 
 
@@ -30,7 +29,7 @@ ENDLESS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
 def probe(fleet: Server) -> Iterator[Probe]:
     """A view into the fleet, idle at first."""
     made = Probe(fleet)
-    until(lambda: idle(made), 30, "an idle fleet")
+    until(lambda: idle(made), 60, "an idle fleet")
     yield made
     made.close()
 
@@ -78,8 +77,8 @@ def test_disconnect_frees_the_engine(fleet: Server, probe: Probe, path: str, bod
     with client(fleet, path, {**body, "stream": stream}) as connection:
         if stream:
             read_pieces(connection, 4)
-        until(lambda: probe.total("running") > 0, 20, "the request runs", every=0.02)
-    took = until(lambda: idle(probe), 20, "an idle engine", every=0.02)
+        until(lambda: probe.total("running") > 0, 60, "the request runs", every=0.02)
+    took = until(lambda: idle(probe), 60, "an idle engine", every=0.02)
     assert took < FREED_WITHIN_S
     assert probe.total("free_blocks") == free
 
@@ -88,15 +87,15 @@ def test_disconnect_of_queued_requests(fleet: Server, probe: Probe) -> None:
     """Requests that still wait for a place leave the queue when their client goes, and those running stay."""
     full = {**chat(**ENDLESS), "n": MAX_NUM_SEQS, "temperature": 1, "stream": True}
     with client(fleet, CHAT, full):
-        until(lambda: probe.total("running") == MAX_NUM_SEQS, 30, "a full engine")
+        until(lambda: probe.total("running") == MAX_NUM_SEQS, 60, "a full engine")
         with ExitStack() as queued:
             for stream in [True, False] * 3:
                 queued.enter_context(client(fleet, CHAT, chat(stream=stream, **ENDLESS)))
-            until(lambda: probe.total("waiting") == 6, 20, "queued requests")
-        took = until(lambda: probe.total("waiting") == 0, 20, "an empty queue", every=0.02)
+            until(lambda: probe.total("waiting") == 6, 60, "queued requests")
+        took = until(lambda: probe.total("waiting") == 0, 60, "an empty queue", every=0.02)
         assert took < FREED_WITHIN_S
         assert probe.total("running") == MAX_NUM_SEQS
-    until(lambda: idle(probe), 20, "an idle engine")
+    until(lambda: idle(probe), 60, "an idle engine")
 
 
 def test_stop_string_frees_the_engine(fleet: Server, probe: Probe) -> None:
@@ -128,5 +127,5 @@ def test_many_random_disconnects_leak_nothing(fleet: Server, probe: Probe) -> No
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(come_and_go, range(100)))
-    until(lambda: idle(probe), 20, "an idle engine")
+    until(lambda: idle(probe), 60, "an idle engine")
     assert probe.total("free_blocks") == free
