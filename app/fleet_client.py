@@ -15,7 +15,9 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from app.errors import FleetError, NoReplicaAvailable, Overloaded, RequestTimeout, early_error, record_early
+from app.errors import FleetError, NoReplicaAvailable, Overloaded, RequestTimeout, Shed
+from app.incoming import Incoming, incoming, record_early
+from app.request_log import RequestLog
 from app.streams import Failover, Stream, run_stream
 from app.vllm_compat import (
     EngineClient,
@@ -34,6 +36,7 @@ from app.vllm_compat import (
 from deployments.delta_link import DeltaReceiver
 from deployments.token_codec import to_engine_output
 from deployments.wire import Delta
+from policies.admission import AdmissionQueue
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
@@ -43,8 +46,9 @@ class FleetEngineClient(EngineClient):
 
     `handle` is the Serve handle of the engine replicas, `host` the address that replicas reach this process at,
     `has_replica` says whether routing has any replica now, `observe(prompt, output)` gets finished lengths (tokens),
-    `max_queued` bounds the sequences of this ingress that wait for their first token (429 beyond), `timeout_s` the
-    life of a request (None: no bound).
+    `queue` decides who may wait for a first token (429 for the others), `default_tier` is the tier of a request that
+    did not come through gate or Python API, `timeout_s` bounds the life of a request (None: no bound), `log` takes
+    note of finished ones.
     """
 
     def __init__(
@@ -56,8 +60,10 @@ class FleetEngineClient(EngineClient):
         has_replica: Callable[[], bool],
         observe: Callable[[int, int], None],
         failover: Failover,
-        max_queued: int,
+        queue: AdmissionQueue[Incoming],
+        default_tier: int,
         timeout_s: float | None,
+        log: RequestLog | None = None,
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
@@ -71,10 +77,10 @@ class FleetEngineClient(EngineClient):
         self._has_replica = has_replica
         self._observe = observe
         self._failover = failover
-        self._max_queued = max_queued
+        self._queue = queue
+        self._default_tier = default_tier
         self._timeout_s = timeout_s
-        self._queued: set[str] = set()  # sequences without a token yet
-        self._first_tokens = _Rate()
+        self._log = log
 
     # What the serving layer asks before it starts a response
 
@@ -84,32 +90,53 @@ class FleetEngineClient(EngineClient):
     dead_error = property(lambda self: NoReplicaAvailable("the fleet is down", retry_after=5))
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse up front what cannot be served: 503 without any replica, 429 beyond `max_queued` waiting sequences."""
-        error: FleetError | None = None
+        """Refuse up front what cannot be served: 503 without any replica, 429 for what the queue does not take."""
+        request = self._request()
+        self._decide(request, n)
+        request.wanted = max(request.wanted, n)
+
+    def _request(self) -> Incoming:
+        return incoming.get() or Incoming(self._default_tier)
+
+    def _decide(self, request: Incoming, n: int) -> tuple[Incoming, ...]:
+        """The requests to shed for this one; raises if it is refused."""
+        error: FleetError
         if not self._has_replica():
             error = NoReplicaAvailable("no engine replica can take requests now; try again later", retry_after=5)
-        elif (excess := len(self._queued) + min(n, self._max_queued) - self._max_queued) > 0:
-            wait = self._first_tokens.seconds_for(excess)
-            error = Overloaded(
-                f"{len(self._queued)} requests wait for their first token, the limit is {self._max_queued} "
-                f"(ingress.max_queued_requests); try again in {wait} s",
-                retry_after=wait,
-            )
-        if error is not None:
-            record_early(error)
-            raise error
+        else:
+            verdict = self._queue.decide(request.tier, n)
+            if verdict.reason is None:
+                return verdict.shed
+            wait = self._queue.retry_after(request.tier)
+            if verdict.reason == "queue_full":
+                full = (
+                    f"{len(self._queue)} requests wait, the limit is {self._queue.total} (ingress.max_queued_requests)"
+                )
+            else:
+                bound = self._queue.per_tier[request.tier]
+                full = (
+                    f"{self._queue.waiting(request.tier)} requests of this tier wait, its limit is {bound} (max_queued)"
+                )
+            message = f"{full} for a first token; try again in {wait} s"
+            error = Overloaded(message, retry_after=wait, reason=verdict.reason)
+        record_early(error)
+        raise error
 
-    def _admit(self, n: int) -> None:
+    def _admit(self, request: Incoming, n: int) -> None:
         """Check again when a request is about to queue: a burst passes the first check before any of it counts.
 
         A request of several prompts was counted whole by the first check and is not cut short here.
         """
-        box = early_error.get()
-        if box is not None and "admitted" in box:
+        if request.admitted:
             return
-        self.check_admission(n)
-        if box is not None:
-            box["admitted"] = True
+        for other in self._decide(request, max(n, request.wanted)):
+            wait = self._queue.retry_after(other.tier)
+            message = f"a request of a higher tier took the place of this one in the queue; try again in {wait} s"
+            for rid in list(other.rids):
+                if (collector := self._collectors.get(rid)) is not None:
+                    collector.put(Shed(message, retry_after=wait))
+            self._end(list(other.rids))
+        request.admitted = True
 
     # Generation
 
@@ -132,14 +159,17 @@ class FleetEngineClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request (n sequences) on the fleet; closing or cancelling the generator aborts all of them.
 
-        Raises VLLMClientError for bad input (400), Overloaded (429), NoReplicaAvailable and ReplicaLost (503).
+        Tier and session are those that the ingress chose (`incoming`); `priority`, which vLLM read off the request, is
+        not one of our tiers. Raises VLLMClientError for bad input (400), Overloaded and Shed (429), NoReplicaAvailable
+        and ReplicaLost (503).
         """
+        request = self._request()
         rids: list[str] = []
         internal_id = None
         yielded = False
         deadline = None if self._timeout_s is None else asyncio.get_running_loop().time() + self._timeout_s
         try:
-            request = self.input_processor.process_inputs(
+            core = self.input_processor.process_inputs(
                 request_id,
                 prompt,
                 sampling_params,
@@ -147,15 +177,16 @@ class FleetEngineClient(EngineClient):
                 lora_request=lora_request,
                 tokenization_kwargs=tokenization_kwargs,
                 trace_headers=trace_headers,
-                priority=priority,
                 session_id=session_id,
             )
-            self._admit(sampling_params.n)
+            self._admit(request, sampling_params.n)
+            if request.charge is not None:
+                request.charge.tokens(len(core.prompt_token_ids))
             text, _, _ = extract_prompt_components(self.model_config, prompt)
-            self.input_processor.assign_request_id(request)
-            internal_id = request.request_id
+            self.input_processor.assign_request_id(core)
+            internal_id = core.request_id
             collector = RequestOutputCollector(sampling_params.output_kind, internal_id)
-            for index, (child, parent) in enumerate(_children(request)):
+            for index, (child, parent) in enumerate(_children(core)):
                 rids.append(child.request_id)
                 self._outputs.add_request(child, text, parent, index, collector)
                 self._collectors[child.request_id] = collector
@@ -164,8 +195,8 @@ class FleetEngineClient(EngineClient):
                         rid=child.request_id,
                         prompt=child.prompt_token_ids,
                         params=child.sampling_params,
-                        arrival=request.arrival_time,
-                        priority=priority,
+                        arrival=core.arrival_time,
+                        request=request,
                         cache_salt=child.cache_salt,
                         trace=dict(trace_headers) if trace_headers else None,
                         reasoning_ended=reasoning_ended,
@@ -184,11 +215,11 @@ class FleetEngineClient(EngineClient):
         except TimeoutError:
             error = RequestTimeout(f"the request took longer than {self._timeout_s:g} s (ingress.request_timeout_s)")
             if not yielded:
-                record_early(error)
+                request.error = error
             raise error from None
         except Exception as error:
             if not yielded:
-                record_early(error)
+                request.error = error
             if not isinstance(error, (VLLMClientError, GracefulHTTPError, ValueError, TypeError)):
                 logger.exception("request %s failed", request_id)
             raise
@@ -199,23 +230,31 @@ class FleetEngineClient(EngineClient):
 
     def _start(self, stream: Stream) -> None:
         self._streams[stream.rid] = stream
-        self._queued.add(stream.rid)
+        request = stream.request
+        request.rids.add(stream.rid)
+        self._queue.enter(request, request.tier, time.monotonic(), whole=not request.begun)
         stream.task = asyncio.get_running_loop().create_task(
             run_stream(stream, self._handle, self._receiver.endpoint, self._failover, self._fail)
         )
 
     def _fail(self, stream: Stream, error: Exception) -> None:
-        self._streams.pop(stream.rid, None)
-        self._queued.discard(stream.rid)
+        self._forget(stream.rid)
         if (collector := self._collectors.get(stream.rid)) is not None:
             collector.put(error)
+
+    def _forget(self, rid: str) -> Stream | None:
+        """Take a sequence off the books; None if it was off already."""
+        if (stream := self._streams.pop(rid, None)) is not None:
+            stream.request.rids.discard(rid)
+            if not stream.delivered:
+                self._queue.leave(stream.request)
+        return stream
 
     def _end(self, rids: Iterable[str]) -> None:
         """Forget sequences; those still running are aborted on their replicas."""
         for rid in rids:
             self._collectors.pop(rid, None)
-            self._queued.discard(rid)
-            if (stream := self._streams.pop(rid, None)) is not None and stream.task is not None:
+            if (stream := self._forget(rid)) is not None and stream.task is not None:
                 stream.task.cancel()
 
     def _on_deltas(self, deltas: list[Delta]) -> None:
@@ -225,13 +264,15 @@ class FleetEngineClient(EngineClient):
             stream = self._streams.get(delta.rid)
             if stream is None:
                 continue
-            first = not stream.delivered
+            request, first = stream.request, not stream.delivered
             if not stream.accept(delta.epoch, delta.start, delta.token_ids):
                 continue
             outputs.append(to_engine_output(delta, first))
-            if first:
-                self._queued.discard(delta.rid)
-                self._first_tokens.count()
+            if first and stream.delivered:
+                self._queue.start(request, time.monotonic())
+                request.begun = True
+            if request.charge is not None:
+                request.charge.tokens(len(delta.token_ids))
             if delta.finish_reason is not None:
                 self._finish(stream)
         if not outputs:
@@ -243,9 +284,11 @@ class FleetEngineClient(EngineClient):
                     stream.task.cancel()
 
     def _finish(self, stream: Stream) -> None:
-        del self._streams[stream.rid]
+        self._forget(stream.rid)
         stream.finished.set()
         self._observe(len(stream.prompt), len(stream.delivered))
+        if self._log is not None:
+            self._log.note(stream.prompt, stream.params.max_tokens, len(stream.delivered), stream.request.tier)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort requests by their external ids."""
@@ -310,20 +353,3 @@ def _children(request: EngineCoreRequest) -> Iterable[tuple[EngineCoreRequest, P
         child = copy(request)
         child.request_id, child.sampling_params = parent.get_child_info(index)
         yield child, parent
-
-
-class _Rate:
-    """How fast sequences get their first token: an exponential average of the gap between two, in seconds."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._gap = 1.0
-
-    def count(self) -> None:
-        now = time.monotonic()
-        self._gap += 0.1 * (now - self._last - self._gap)
-        self._last = now
-
-    def seconds_for(self, sequences: int) -> int:
-        """Whole seconds until so many sequences have left the queue at this rate, 1 to 60."""
-        return max(1, min(60, round(self._gap * sequences + 0.5)))

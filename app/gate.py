@@ -13,7 +13,9 @@ from typing import Any
 from ray.exceptions import TaskCancelledError
 
 from app.blame import blame
-from app.errors import BodyTooLarge, FleetError, MethodNotAllowed, RouteNotFound, early_error, error_body
+from app.errors import BodyTooLarge, FleetError, MethodNotAllowed, RouteNotFound, error_body, error_code
+from app.incoming import Incoming, incoming
+from app.reception import Reception
 from app.vllm_compat import openai_error
 
 logger = logging.getLogger("ray.serve.tidegate.access")
@@ -40,6 +42,8 @@ ROUTES: dict[str, tuple[str, ...]] = {
     "/health/live": ("GET",),
     "/health/ready": ("GET",),
 }
+#: Those that make the engines work: a tier is chosen for them, and rate limits hold.
+GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 _PATTERNS = [
     (re.compile("^" + path.replace("{id}", "resp_[^/]+") + "$"), methods)
     for path, methods in ROUTES.items()
@@ -49,15 +53,16 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Gate:
-    """Allow-list, body limit, request ids, health, and real status codes for streams that fail before a token.
+    """Allow-list, keys, tiers, body limit, request ids, health, and real status codes for streams that fail early.
 
-    `ready` answers /health/ready; `max_body_bytes` bounds request bodies (413).
+    `ready` answers /health/ready; `max_body_bytes` bounds request bodies (413); `reception` knows keys and tiers.
     """
 
-    def __init__(self, app: App, ready: Callable[[], bool], max_body_bytes: int) -> None:
+    def __init__(self, app: App, ready: Callable[[], bool], max_body_bytes: int, reception: Reception) -> None:
         self._app = app
         self._ready = ready
         self._max_body_bytes = max_body_bytes
+        self._reception = reception
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -68,10 +73,10 @@ class Gate:
         started = time.monotonic()
         request_id = _request_id(scope)
         answer = _Answer(send)
-        box: dict[str, Any] = {}
-        token = early_error.set(box)
+        request = Incoming(self._reception.tiers.default)
+        token = incoming.set(request)
         try:
-            await self._serve(scope, _until_gone(receive), answer, box)
+            await self._serve(scope, _until_gone(receive), answer, request)
         except FleetError as error:
             await answer.fail(error)
         except Exception as error:
@@ -80,13 +85,12 @@ class Gate:
                 raise
             await answer.json(500, error_body(500, f"internal error ({type(error).__name__}), request {request_id}"))
         finally:
-            early_error.reset(token)
+            incoming.reset(token)
             elapsed = time.monotonic() - started
-            logger.info(
-                "%s %s %s %s %.3fs", request_id, scope["method"], scope["path"], answer.status or "closed", elapsed
-            )
+            status, who = answer.status or "closed", f" {request.tenant}" if request.tenant else ""
+            logger.info("%s %s %s %s %.3fs%s", request_id, scope["method"], scope["path"], status, elapsed, who)
 
-    async def _serve(self, scope: Message, receive: Receive, answer: _Answer, box: dict[str, Any]) -> None:
+    async def _serve(self, scope: Message, receive: Receive, answer: _Answer, request: Incoming) -> None:
         path = scope["path"]
         methods = ROUTES.get(path) if "{" not in path else None
         if methods is None:
@@ -101,13 +105,19 @@ class Gate:
         if path in ("/health", "/health/ready"):
             if self._ready():
                 return await answer.json(200, {"status": "ready"})
-            body = error_body(503, "no engine replica is ready")
             answer.headers.append((b"retry-after", b"5"))
-            return await answer.json(503, body)
-        receive = await _bounded_body(scope, receive, self._max_body_bytes)
+            return await answer.json(503, error_body(503, "no engine replica is ready"))
+        key = self._reception.authenticate(scope["headers"])
+        request.tenant = None if key is None else key.tenant
+        body = await _bounded_body(scope, receive, self._max_body_bytes)
+        if path in GENERATES:
+            body = self._reception.choose_tier(request, scope["headers"], body, key)
+            answer.headers.append((b"x-tidegate-tier", self._reception.tiers.names[request.tier].encode()))
+            self._reception.limit(request, key)
+            answer.request = request
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # vLLM's routes know no HEAD; the server sends no body for it
-        await self._app(scope, receive, answer.hold(path, box))
+        await self._app(scope, _replay(body, receive), answer.hold(path, request))
 
 
 def _until_gone(receive: Receive) -> Receive:
@@ -122,8 +132,8 @@ def _until_gone(receive: Receive) -> Receive:
     return receive_or_gone
 
 
-async def _bounded_body(scope: Message, receive: Receive, limit: int) -> Receive:
-    """Read the body, refusing one over `limit` bytes, announced or not; returns a receive that gives it back whole."""
+async def _bounded_body(scope: Message, receive: Receive, limit: int) -> bytes:
+    """Read the body, refusing one over `limit` bytes, announced or not."""
     length = dict(scope["headers"]).get(b"content-length", b"0")
     announced = int(length) if length.isdigit() else 0
     body, more = bytearray(), True
@@ -131,12 +141,16 @@ async def _bounded_body(scope: Message, receive: Receive, limit: int) -> Receive
         if max(announced, len(body)) > limit:
             raise BodyTooLarge(f"the request body is larger than {limit / 2**20:g} MiB (ingress.max_body_mib)")
         if not more:
-            break
+            return bytes(body)
         message = await receive()
         if message["type"] != "http.request":  # the client left
-            break
+            return bytes(body)
         body += message.get("body", b"")
         more = message.get("more_body", False)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A receive that gives the body whole, then what the server's says."""
     given = False
 
     async def replay() -> Message:
@@ -144,13 +158,13 @@ async def _bounded_body(scope: Message, receive: Receive, limit: int) -> Receive
         if given:
             return await receive()
         given = True
-        return {"type": "http.request", "body": bytes(body), "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
 
 
 class _Answer:
-    """The response of one request: adds our headers, remembers its status."""
+    """The response of one request: adds our headers, those of its rate limits too, and remembers its status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -158,6 +172,7 @@ class _Answer:
         self.started = False
         self.finished = False
         self.headers: list[tuple[bytes, bytes]] = []
+        self.request: Incoming | None = None
 
     async def __call__(self, message: Message) -> None:
         if self.finished:
@@ -166,6 +181,8 @@ class _Answer:
             self.started = True
             self.status = message["status"]
             names = {name.lower() for name, _ in message["headers"]}
+            if self.request is not None and self.request.charge is not None:
+                self.headers += self.request.charge.headers()
             extra = [(name, value) for name, value in self.headers if name not in names]
             if self.status in (429, 503) and b"retry-after" not in names | {name for name, _ in extra}:
                 extra.append((b"retry-after", b"1"))
@@ -184,24 +201,31 @@ class _Answer:
         """Answer with an error of ours, or end the connection if the answer has begun."""
         if self.started:
             raise error
-        self._retry_after(error)
-        await self.json(error.status, error_body(error.status, error.message))
+        self._explain(error)
+        await self.json(error.status, error_body(error.status, error.message, code=error_code(error)))
 
-    def _retry_after(self, error: Exception) -> None:
-        if (seconds := getattr(error, "retry_after", None)) is not None:
-            self._add_header(b"retry-after", str(seconds).encode())
+    def _explain(self, error: Exception) -> None:
+        """Add what an error of ours says in headers."""
+        if not isinstance(error, FleetError):
+            return
+        if error.retry_after is not None:
+            self._add_header(b"retry-after", str(error.retry_after).encode())
+        if error.reason is not None:
+            self._add_header(b"x-tidegate-reason", error.reason.encode())
+        for name, value in error.headers:
+            self._add_header(name, value)
 
     def _add_header(self, name: bytes, value: bytes) -> None:
         """Add a header to the answer, unless it has one of that name already."""
         if name not in dict(self.headers):
             self.headers.append((name, value))
 
-    def hold(self, path: str, box: dict[str, Any]) -> Send:
+    def hold(self, path: str, request: Incoming) -> Send:
         """A send that keeps the start of some answers back until their status and body are known.
 
-        An event stream waits for its first byte: an error that `generate()` recorded in `box` before its first output
-        becomes a real status. A keep-alive comment releases the 200; after that errors are in-band. An error answer
-        is completed to OpenAI's shape (`_mended`).
+        An event stream waits for its first byte: an error that `generate()` recorded in `request` before its first
+        output becomes a real status. A keep-alive comment releases the 200; after that errors are in-band. An error
+        answer is completed to OpenAI's shape (`_mended`).
         """
         held: Message | None = None
         body = bytearray()
@@ -209,8 +233,8 @@ class _Answer:
         async def send(message: Message) -> None:
             nonlocal held
             if message["type"] == "http.response.start":
-                if (error := box.get("error")) is not None:
-                    self._retry_after(error)
+                if request.error is not None:
+                    self._explain(request.error)
                 if message["status"] >= 400 or _is_event_stream(message):
                     held = message
                     return
@@ -222,12 +246,13 @@ class _Answer:
                     for name, value in held["headers"]:
                         if name.lower() == b"retry-after":
                             self._add_header(b"retry-after", value)
-                    return await self.json(held["status"], _mended(path, held["status"], bytes(body)))
+                    return await self.json(held["status"], _mended(path, held["status"], bytes(body), request.error))
                 start, held = held, None
-                if (error := box.get("error")) is not None:
-                    self._retry_after(error)
-                    status, answer = openai_error(error)
-                    return await self.json(status, {"error": blame(path, answer["error"])})
+                if request.error is not None:
+                    self._explain(request.error)
+                    status, answer = openai_error(request.error)
+                    code = error_code(request.error) or answer["error"]["code"]
+                    return await self.json(status, {"error": blame(path, {**answer["error"], "code": code})})
                 await self(start)
             await self(message)
 
@@ -238,14 +263,21 @@ def _is_event_stream(start: Message) -> bool:
     return bool(dict(start["headers"]).get(b"content-type", b"").startswith(b"text/event-stream"))
 
 
-def _mended(path: str, status: int, body: bytes) -> dict[str, Any]:
-    """An error answer of vLLM's app in OpenAI's shape (Anthropic's on its paths), with the field to blame."""
+def _mended(path: str, status: int, body: bytes, cause: Exception | None) -> dict[str, Any]:
+    """An error answer of vLLM's app in OpenAI's shape (Anthropic's on its paths), with the field to blame.
+
+    `cause` is what the fleet raised, if it did.
+    """
     try:
         answer = json.loads(body)
     except ValueError:
         return error_body(status, body.decode("utf-8", "replace") or "the request failed")
     if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
-        return answer if path.startswith("/v1/messages") else {**answer, "error": blame(path, answer["error"])}
+        if path.startswith("/v1/messages"):
+            return answer
+        code = None if cause is None else error_code(cause)
+        error = answer["error"] if code is None else {**answer["error"], "code": code}
+        return {**answer, "error": blame(path, error)}
     detail = answer.get("detail") if isinstance(answer, dict) else None
     return error_body(status, str(detail or "the request failed"))
 

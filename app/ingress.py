@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,14 +10,23 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from app.config import load_config
+from app.config import ConfigError, load_config
+from app.config.keys import read_keys
 from app.fleet_client import FleetEngineClient
 from app.gate import Gate
 from app.python_api import PythonApi
+from app.reception import Reception
+from app.request_log import RequestLog
 from app.streams import Failover
 from app.vllm_compat import build_openai_app, ingress_config, serve_arguments
 from deployments.router import FleetRouter
 from deployments.routing import find_router
+from deployments.serve_replica import http_host
+
+_REPORTED = (
+    *("state", "running", "waiting", "running_by_tier", "waiting_by_tier"),
+    *("free_blocks", "total_blocks", "queued_tokens", "preemptions"),
+)
 
 
 @serve.ingress()
@@ -25,6 +35,13 @@ class Ingress:
 
     async def __init__(self, raw_config: dict[str, Any], model_path: str, engines: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         config = load_config(raw_config)
+        if (problem := config.api_keys.public_problem(http_host())) is not None:
+            raise ConfigError([problem])
+        keys = read_keys(config.api_keys, config.tiers.names, os.environ)
+        self._reception = Reception(config, keys)
+        self._log = None
+        if config.ingress.request_log is not None:
+            self._log = RequestLog(config.ingress.request_log, config.ingress.request_log_mib << 20)
         arguments = serve_arguments(config.engine_args(model_path), config.ingress.front_end())
         self._config = config
         self._engines = engines
@@ -37,15 +54,17 @@ class Ingress:
             has_replica=self._has_replica,
             observe=self._observe,
             failover=Failover(config.failover.max_attempts, config.failover.timeout_s),
-            max_queued=config.ingress.max_queued_requests,
+            queue=self._reception.queue,
+            default_tier=config.tiers.default_tier,
             timeout_s=config.ingress.request_timeout_s,
+            log=self._log,
         )
         self._app = await build_openai_app(arguments, self._client)
-        self._python = PythonApi(self._app.state, self._client)
+        self._python = PythonApi(self._app.state, self._client, self._reception)
 
     def __serve_build_asgi_app__(self) -> Gate:
         """The public HTTP app (Serve calls this once the constructor is done)."""
-        return Gate(self._app, self._has_replica, round(self._config.ingress.max_body_mib * 2**20))
+        return Gate(self._app, self._has_replica, round(self._config.ingress.max_body_mib * 2**20), self._reception)
 
     def _router(self) -> FleetRouter | None:
         return find_router(self._engines.deployment_name)
@@ -79,7 +98,10 @@ class Ingress:
             yield chunk
 
     async def generate_tokens(self, prompt: list[int], **sampling: Any) -> dict[str, Any]:
-        """Token ids in, token ids out: `{"token_ids", "text", "finish_reason", "stop_reason"}`; sampling as in vLLM."""
+        """Token ids in, token ids out: `{"token_ids", "text", "finish_reason", "stop_reason"}`.
+
+        `sampling` are vLLM's sampling parameters and `tier`, a tier's name or number.
+        """
         return await self._python.generate_tokens(prompt, sampling)
 
     async def generate_tokens_stream(self, prompt: list[int], **sampling: Any) -> AsyncIterator[dict[str, Any]]:
@@ -88,14 +110,20 @@ class Ingress:
             yield piece
 
     async def fleet_state(self) -> dict[str, dict[str, Any]]:
-        """The last load report of each replica as this ingress sees it: blocks, requests, tokens, state."""
+        """The last load report of each replica as this ingress sees it: blocks, requests (by tier too), tokens, state.
+
+        `freeness`: how far the replica is from full, in the measures of policies/freeness.py.
+        """
         router = self._router()
         if router is None:
             return {}
-        fields = ("state", "running", "waiting", "free_blocks", "total_blocks", "queued_tokens", "preemptions")
+        freeness = router.freeness()
         return {
-            name: {field: getattr(report, field) for field in fields} for name, report in list(router.reports.items())
+            name: {**{field: getattr(report, field) for field in _REPORTED}, "freeness": freeness.get(name)}
+            for name, report in list(router.reports.items())
         }
 
     async def __del__(self) -> None:
         self._client.close()
+        if self._log is not None:
+            self._log.close()

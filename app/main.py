@@ -9,7 +9,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from app.config import TidegateConfig, load_config
+from app.config import TidegateConfig, check_keys, load_config
 from app.ingress import Ingress
 from app.model import resolve_model
 from deployments.replica import EngineReplica
@@ -22,12 +22,13 @@ def build(args: dict[str, Any]) -> Application:
     Raises ConfigError, naming field, range and remedy, before anything starts.
     """
     config = load_config(args)
+    check_keys(config)
     model_path = resolve_model(config.model_loading_config.source)
     engines = serve.deployment(EngineReplica, name="EngineReplica").options(
         **config.deployment_options(),
         request_router_config=RequestRouterConfig(
             request_router_class="deployments.router:FleetRouter",
-            request_router_kwargs={"balancing": config.balancing.model_dump()},
+            request_router_kwargs={"balancing": config.balancing.model_dump(), "tiers": config.tiers.spec()},
             request_routing_stats_period_s=3600,  # load reports come over ZMQ; Serve need not poll
         ),
     )
@@ -35,6 +36,7 @@ def build(args: dict[str, Any]) -> Application:
         engine_args=config.engine_args(model_path),
         scheduling=config.scheduling.model_dump(),
         balancing=config.balancing.model_dump(),
+        tiers=config.tiers.spec(),
         threads=_threads(config),
     )
     ingress = serve.deployment(Ingress, name="Ingress").options(**config.ingress_options())

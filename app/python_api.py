@@ -10,7 +10,10 @@ from typing import Any
 from fastapi.datastructures import State
 from pydantic import BaseModel, ValidationError
 
+from app.errors import error_code
 from app.fleet_client import FleetEngineClient
+from app.incoming import incoming
+from app.reception import Reception
 from app.vllm_compat import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -37,12 +40,14 @@ class RequestRefused(Exception):
 class PythonApi:
     """Chat, completions and plain token generation for Python callers.
 
-    Errors are RequestRefused, streams included; `body` is the JSON object of OpenAI's API as a dict.
+    Errors are RequestRefused, streams included; `body` is the JSON object of OpenAI's API as a dict. Tiers are asked
+    for as over HTTP; API keys are for HTTP only, whoever has a handle is inside the cluster.
     """
 
-    def __init__(self, state: State, client: FleetEngineClient) -> None:
+    def __init__(self, state: State, client: FleetEngineClient, reception: Reception) -> None:
         self._state = state
         self._client = client
+        self._reception = reception
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """One chat completion."""
@@ -63,10 +68,28 @@ class PythonApi:
             yield chunk
 
     async def _chat(self, body: dict[str, Any]) -> Any:
-        return await _refusing(self._state.openai_serving_chat.create_chat_completion, ChatCompletionRequest, body)
+        return await self._refusing(self._state.openai_serving_chat.create_chat_completion, ChatCompletionRequest, body)
 
     async def _complete(self, body: dict[str, Any]) -> Any:
-        return await _refusing(self._state.openai_serving_completion.create_completion, CompletionRequest, body)
+        return await self._refusing(self._state.openai_serving_completion.create_completion, CompletionRequest, body)
+
+    async def _refusing(self, serve: Any, request_type: type[BaseModel], body: dict[str, Any]) -> Any:
+        try:
+            request, body = self._reception.call(body)
+            incoming.set(request)  # the tasks of this call inherit it; the caller's next call sets its own
+            result = await serve(request_type(**body))
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise RequestRefused(
+                400, {"message": f"{field}: {first['msg']}", "type": "BadRequestError", "param": field, "code": 400}
+            ) from error
+        except Exception as error:
+            raise _refused(error) from error
+        if isinstance(result, ErrorResponse):
+            code = None if request.error is None else error_code(request.error)
+            raise RequestRefused(result.error.code, {**result.error.model_dump(), "code": code or result.error.code})
+        return result
 
     async def generate_tokens(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
         """All tokens of one sequence."""
@@ -80,8 +103,11 @@ class PythonApi:
     async def generate_tokens_stream(
         self, prompt: list[int], sampling: dict[str, Any]
     ) -> AsyncIterator[dict[str, Any]]:
-        """New tokens of one sequence, piece by piece."""
+        """New tokens of one sequence, piece by piece; `tier` beside the sampling parameters is a number or a name."""
         try:
+            request, _ = self._reception.call({"priority": sampling.get("tier")})
+            incoming.set(request)
+            sampling = {name: value for name, value in sampling.items() if name != "tier"}
             params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
             if params.n != 1:
                 raise ValueError("n: generate_tokens makes one sequence; call it n times")
@@ -103,23 +129,7 @@ def _refused(error: Exception) -> RequestRefused:
     if isinstance(error, RequestRefused):
         return error
     status, body = openai_error(error)
-    return RequestRefused(status, body["error"])
-
-
-async def _refusing(serve: Any, request_type: type[BaseModel], body: dict[str, Any]) -> Any:
-    try:
-        result = await serve(request_type(**body))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise RequestRefused(
-            400, {"message": f"{field}: {first['msg']}", "type": "BadRequestError", "param": field, "code": 400}
-        ) from error
-    except Exception as error:
-        raise _refused(error) from error
-    if isinstance(result, ErrorResponse):
-        raise RequestRefused(result.error.code, result.error.model_dump())
-    return result
+    return RequestRefused(status, {**body["error"], "code": error_code(error) or status})
 
 
 def _whole(result: BaseModel) -> dict[str, Any]:

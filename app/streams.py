@@ -16,6 +16,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from app.errors import NoReplicaAvailable, ReplicaLost
+from app.incoming import Incoming
 from app.vllm_compat import SamplingParams, VLLMValidationError
 from deployments.routing import NoReplicaError
 from deployments.token_codec import encode_params
@@ -35,14 +36,14 @@ class Stream:
 
     `delivered` are the output token ids handed to the detokenizer; `epoch` grows by one per submission, deltas of
     older epochs are dropped. With `prompt` and `delivered` a later submission can go on where the last one broke.
+    `request` is the client's request that this sequence belongs to.
     """
 
     rid: str
     prompt: list[int]
     params: SamplingParams
     arrival: float
-    priority: int = 0
-    session: int | None = None
+    request: Incoming
     cache_salt: str | None = None
     trace: dict[str, str] | None = None
     reasoning_ended: bool | None = None
@@ -77,9 +78,10 @@ async def run_stream(
 ) -> None:
     """Keep one sequence running until its last token or a final error (`fail`); cancelling aborts it on its replica.
 
-    A lost replica is answered by a new submission elsewhere while the client has no token yet.
+    A lost replica is answered by a new submission elsewhere, which goes on after the tokens that the client has. The
+    bounds count from the first loss since the last token.
     """
-    deadline, lost = math.inf, 0
+    deadline, lost, had = math.inf, 0, 0
     while True:
         stream.epoch += 1
         problem: Exception | None
@@ -89,19 +91,32 @@ async def run_stream(
             problem = error
         if problem is None:
             return
+        if len(stream.delivered) > had:
+            deadline, lost, had = math.inf, 0, len(stream.delivered)
         deadline = min(deadline, time.monotonic() + failover.timeout_s)
         if isinstance(problem, NoReplicaAvailable) and time.monotonic() < deadline:
             continue  # the router has waited for one already
-        if not isinstance(problem, _Lost):
+        if not isinstance(problem, _Lost | NoReplicaAvailable):
             return fail(stream, problem)
-        if stream.delivered:
-            message = f"the replica of this answer was lost after {len(stream.delivered)} tokens ({problem}); ask again"
-            return fail(stream, ReplicaLost(message, retry_after=1))
-        lost += 1
+        lost += isinstance(problem, _Lost)
         if lost >= failover.max_attempts or time.monotonic() > deadline:
-            message = f"no replica finished the request in {lost} attempts ({problem})"
-            return fail(stream, NoReplicaAvailable(message, retry_after=5))
-        logger.warning("request %s: %s, sending it to another replica", stream.rid, problem)
+            return fail(stream, _given_up(stream, lost, problem))
+        logger.warning(
+            "failover request=%s epoch=%d delivered=%d reason=%s", stream.rid, stream.epoch, had, str(problem)[:200]
+        )
+
+
+def _given_up(stream: Stream, lost: int, problem: Exception) -> Exception:
+    """What the client hears: before its first token it may try again, after it the answer is cut."""
+    if not stream.delivered:
+        if isinstance(problem, NoReplicaAvailable):
+            return problem
+        message = f"no replica finished the request in {lost} attempts ({problem})"
+        return NoReplicaAvailable(message, retry_after=5)
+    message = (
+        f"the answer was cut after {len(stream.delivered)} tokens and no replica could go on ({problem}); ask again"
+    )
+    return ReplicaLost(message, retry_after=1)
 
 
 class _Lost(Exception):
@@ -111,25 +126,27 @@ class _Lost(Exception):
 async def _submit(stream: Stream, handle: DeploymentHandle, reply_to: str) -> Exception | None:
     """Send one submission and wait for its end; returns None when the client has every token."""
     number = ticket(stream.rid, stream.epoch)
+    begun = bool(stream.delivered)
     submit = Submit(
         rid=stream.rid,
         epoch=stream.epoch,
         reply_to=reply_to,
         prompt=stream.prompt,
-        params=encode_params(stream.params, number),
+        params=encode_params(stream.params, number, begun=begun),
         arrival=stream.arrival,
-        priority=stream.priority,
+        priority=stream.request.tier,
         cache_salt=stream.cache_salt,
         trace=stream.trace,
-        reasoning_ended=stream.reasoning_ended,
+        reasoning_ended=None if begun else stream.reasoning_ended,  # the replica finds out from the tokens
         reasoning_parser_kwargs=stream.reasoning_parser_kwargs,
+        output=list(stream.delivered),
     )
     response = handle.generate.remote(
         _encoder.encode(submit),
         ticket=number,
-        prompt_tokens=len(stream.prompt),
-        tier=stream.priority,
-        session=stream.session,
+        prompt_tokens=len(stream.prompt) + len(stream.delivered),
+        tier=stream.request.tier,
+        session=stream.request.session,
     )
     try:
         outcome: Outcome = await response

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import os
 
+from vllm import envs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-from deployments.cpu_binding import CORES_VARIABLE
 
 
 class InProcessExecutor(UniProcExecutor):
     """Runs the model in the EngineCore's own process, on the cores that it is bound to."""
 
     def _init_executor(self) -> None:
-        os.sched_setaffinity(0, {int(core) for core in os.environ[CORES_VARIABLE].split(",")})
+        os.sched_setaffinity(0, {int(core) for core in envs.VLLM_CPU_OMP_THREADS_BIND.split(",")})
         super()._init_executor()

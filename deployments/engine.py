@@ -22,10 +22,13 @@ from deployments.wire import Outcome, Submit
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
 
-def start_engine(engine_args: dict[str, Any], policy: dict[str, Any], page: str) -> AsyncLLM:
-    """Start an engine whose scheduler runs `policy` and writes its load figures to the shared-memory `page`."""
-    config = AsyncEngineArgs(**engine_args).create_engine_config(UsageContext.ENGINE_CONTEXT)
-    use_policy_scheduler(config, SchedulerSettings(policy=policy, page=page))
+def start_engine(
+    engine_args: dict[str, Any], policy: dict[str, Any], page: str, tiers: dict[str, Any] | None = None
+) -> AsyncLLM:
+    """Start an engine whose scheduler runs `policy` over `tiers` and writes its load figures to the page `page`."""
+    arguments = AsyncEngineArgs(**engine_args, worker_extension_cls="deployments.worker.WorkerExtension")
+    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    use_policy_scheduler(config, SchedulerSettings(policy=policy, page=page, tiers=tiers))
     return AsyncLLM.from_vllm_config(
         config,
         usage_context=UsageContext.ENGINE_CONTEXT,
@@ -37,11 +40,14 @@ async def generate(engine: AsyncLLM, submit: Submit, links: DeltaSender) -> Outc
     """Run one submission, sending its deltas; cancellation aborts it in the engine before this returns."""
     prompt = tokens_input(submit.prompt, cache_salt=submit.cache_salt)
     prompt["arrival_time"] = submit.arrival
-    start, finish_reason = 0, None
+    params = decode_params(submit.params)
+    if submit.output:
+        params.extra_args["tidegate"]["output"] = submit.output
+    start, finish_reason = len(submit.output), None
     try:
         async for output in engine.generate(
             prompt,
-            decode_params(submit.params),
+            params,
             f"{submit.rid}#{submit.epoch}",
             priority=submit.priority,
             trace_headers=submit.trace,

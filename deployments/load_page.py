@@ -18,17 +18,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from policies.tiers import MAX_TIERS
+
 RING = 4096  # admitted tickets kept
 POLICY_BYTES = 4080  # longest policy spec, as JSON
 
-_MAGIC = 0x5449444547415431
+_MAGIC = 0x5449444547415432
 # Offsets into the array of 64-bit words at the head of the page.
 _MAGIC_WORD, _FIGURES, _RESERVED, _ADMITTED, _POLICY = 0, 1, 2, 3, 4
-_RECORD = struct.Struct("=d14qI")  # the figures, then their checksum
-_BODY = struct.Struct("=d14q")
+_HEAD = struct.Struct("=d15q")  # the figures, then the number of tiers; what is counted by tier and a checksum follow
+_BY_TIER = [struct.Struct(f"={2 * count}I") for count in range(MAX_TIERS + 1)]
 _CHECK = struct.Struct("=I")
 _POLICY_HEAD = struct.Struct("=QI")  # version, length of the JSON text
-_SLOT = 128
+_SLOT = 320
 _FIGURES_AT = 64
 _RING_AT = _FIGURES_AT + 2 * _SLOT
 _POLICY_AT = _RING_AT + 4 * RING
@@ -43,7 +45,8 @@ class Figures(NamedTuple):
     `queued_tokens` still have to be prefilled (waiting and partly prefilled requests; after a preemption the
     generated tokens too), `head_blocks` are wanted by the head of the queue, `batch_tokens` is the token budget of
     a step. `preemptions`, `steps` and `admitted` only grow. `policy_version` is the policy setting in force
-    (0: the one from start-up). The page itself fills in `admitted` (tickets logged so far) and `version`.
+    (0: the one from start-up). `running_by_tier` and `waiting_by_tier` count the requests of each tier, 0 first.
+    The page itself fills in `admitted` (tickets logged so far) and `version`.
     """
 
     t: float
@@ -59,6 +62,8 @@ class Figures(NamedTuple):
     preemptions: int
     steps: int
     policy_version: int = 0
+    running_by_tier: tuple[int, ...] = ()
+    waiting_by_tier: tuple[int, ...] = ()
     admitted: int = 0
     version: int = 0
 
@@ -138,9 +143,10 @@ class LoadPage:
                 admitted += 1
             self._words[_ADMITTED] = admitted
         version = self._words[_FIGURES] + 1
-        body = _BODY.pack(*figures[:-2], admitted, version)
+        *counted, running, waiting, _, _ = figures
+        body = _HEAD.pack(*counted, admitted, version, len(running)) + _BY_TIER[len(running)].pack(*running, *waiting)
         at = _FIGURES_AT + _SLOT * (version & 1)
-        self._memory[at : at + _RECORD.size] = body + _CHECK.pack(zlib.crc32(body))
+        self._memory[at : at + len(body) + 4] = body + _CHECK.pack(zlib.crc32(body))
         self._words[_FIGURES] = version
         return version
 
@@ -151,10 +157,14 @@ class LoadPage:
             if version == 0:
                 return None
             at = _FIGURES_AT + _SLOT * (version & 1)
-            record = self._memory[at : at + _RECORD.size]
-            fields = _RECORD.unpack(record)
-            if fields[-2] == version and fields[-1] == zlib.crc32(record[:-4]):
-                return Figures._make(fields[:-1])
+            record = self._memory[at : at + _SLOT]
+            *counted, admitted, written, tiers = _HEAD.unpack_from(record)
+            if written != version or not 0 <= tiers <= MAX_TIERS:
+                continue
+            end = _HEAD.size + _BY_TIER[tiers].size
+            if zlib.crc32(record[:end]) == _CHECK.unpack_from(record, end)[0]:
+                by_tier = _BY_TIER[tiers].unpack_from(record, _HEAD.size)
+                return Figures._make((*counted, by_tier[:tiers], by_tier[tiers:], admitted, version))
         raise LoadPageError("no whole figures in the load page: its memory is damaged, restart the replica")
 
     def admitted_since(self, count: int, until: int | None = None) -> tuple[list[int], int]:

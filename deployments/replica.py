@@ -41,7 +41,7 @@ class EngineReplica:
         from deployments.engine import start_engine
 
         self._page = LoadPage.create(f"tidegate-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        self._engine = start_engine(engine_args, policy_spec(settings.scheduling), self._page.name)
+        self._engine = start_engine(engine_args, policy_spec(settings.scheduling), self._page.name, settings.tiers)
         self._page.unlink()  # both sides have it mapped: no file is left, however this replica ends
         self._links = DeltaSender(self._ingress_lost)
         self._calls: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by the ingress that they reply to

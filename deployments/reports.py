@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ logger = logging.getLogger(f"ray.serve.{__name__}")
 REPEATS = 3  # consecutive reports that name a ticket
 BATCH = 1000  # frames taken before the loop gets its turn again
 
-_UNKNOWN = Figures(0.0, *[0] * 11)
+_UNKNOWN = Figures._make((0.0, *[0] * 12, (), (), 0, 0))
 
 
 class ReportPublisher:
@@ -138,11 +138,21 @@ class ReportPublisher:
             max_num_seqs=figures.max_num_seqs,
             preemptions=figures.preemptions,
             admitted=[ticket for tickets in self._recent for ticket in tickets],
+            running_by_tier=_trimmed(figures.running_by_tier),
+            waiting_by_tier=_trimmed(figures.waiting_by_tier),
             settings=self._settings,
             settings_t=self._settings_t,
         )
         self._socket.send(self._encode(report), zmq.NOBLOCK)  # PUB drops rather than blocks
         self._sent, self._sent_at = figures, time.monotonic()
+
+
+def _trimmed(by_tier: Sequence[int]) -> list[int]:
+    """Counts up to the last tier that has any: on the wire most fleets need few of the 16."""
+    end = len(by_tier)
+    while end and not by_tier[end - 1]:
+        end -= 1
+    return list(by_tier[:end])
 
 
 class ReportSubscriber:

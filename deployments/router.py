@@ -6,7 +6,6 @@ own path hangs when two calls of one ingress request wait at once and probes que
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import defaultdict, deque
@@ -15,12 +14,14 @@ from typing import Any
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from deployments.hints import tiers_of
 from deployments.reports import ReportSubscriber
-from deployments.routing import NoReplicaError, register_router
+from deployments.routing import NoReplicaError, WaitingLine, register_router
 from deployments.settings import make_policy
 from deployments.wire import ReplicaReport
-from policies.balancing import BALANCING
+from policies.balancing import BALANCING, UsesTiers
 from policies.fleet import FleetTable
+from policies.freeness import freeness, normal_freeness, normalised
 from policies.types import Call
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
@@ -32,9 +33,16 @@ class FleetRouter(RequestRouter):
     `target_replica` pins a call. Calls without a ticket go to the replica with the fewest calls of this router.
     """
 
-    def initialize_state(self, balancing: dict[str, Any], wait_for_replica_s: float = 5.0) -> None:
-        """Called by Serve with `request_router_kwargs`; `balancing` holds until a replica announces other settings."""
+    def initialize_state(
+        self, balancing: dict[str, Any], wait_for_replica_s: float = 5.0, tiers: dict[str, Any] | None = None
+    ) -> None:
+        """Called by Serve with `request_router_kwargs`.
+
+        `balancing` holds until a replica announces other settings; `tiers` has the lists `headroom` (shares of the KV
+        cache) and `aging_s` (seconds, None: never) with one entry per tier. None: one tier.
+        """
         self._wait_for_replica_s = wait_for_replica_s
+        self.tiers = tiers_of(tiers)
         self._rng = np.random.default_rng()
         self._replica_by_name: dict[str, RunningReplica] = {}
         self._listed: set[str] = set()
@@ -44,6 +52,7 @@ class FleetRouter(RequestRouter):
         self._settings_t = 0.0
         self.reports: dict[str, ReplicaReport] = {}
         self.table = FleetTable()
+        self._line = WaitingLine(lambda: bool(self.table.ids))
         self._fallback = BALANCING.make("p2c")
         self._apply_settings(balancing)
         register_router(self._deployment_id.name, self)
@@ -51,7 +60,10 @@ class FleetRouter(RequestRouter):
     def _apply_settings(self, balancing: dict[str, Any]) -> None:
         if balancing == self._settings:
             return  # each replica announces them again when it starts: what the policy has learnt stays
-        self.policy = make_policy(BALANCING, balancing)
+        policy = make_policy(BALANCING, balancing)
+        if isinstance(policy, UsesTiers):
+            policy.use_tiers(self.tiers)
+        self.policy = policy
         self.table.stale_s = balancing.get("stale_s", self.table.stale_s)
         self._settings = balancing
 
@@ -68,6 +80,7 @@ class FleetRouter(RequestRouter):
         for name in self._replica_by_name.keys() - self._listed:
             self._check_unlisted(name)
         self._follow_reports()
+        self._line.advance()
 
     def _follow_reports(self) -> None:
         if self._subscriber is not None:
@@ -104,6 +117,7 @@ class FleetRouter(RequestRouter):
             return
         self.reports[report.replica] = report
         self.table.apply(report, time.monotonic())
+        self._line.advance()
         if report.settings and report.settings_t > self._settings_t:
             self._settings_t = report.settings_t
             try:
@@ -116,19 +130,18 @@ class FleetRouter(RequestRouter):
     ) -> RunningReplica:
         keywords = pending_request.kwargs
         ticket = keywords.get("ticket")
-        prompt_tokens = keywords.get("prompt_tokens", 0)
+        prompt_tokens, tier = keywords.get("prompt_tokens", 0), self.tiers.clamp(keywords.get("tier", 0))
         internal_id = pending_request.metadata.internal_request_id
         if is_retry and ticket is not None:
             self._forget_attempt(ticket, internal_id)
         name = keywords.get("target_replica")
         if name is None:
-            call = Call(prompt_tokens, keywords.get("tier", 0), time.monotonic(), keywords.get("session"))
-            name = await self._choose(call)
+            name = await self._choose(prompt_tokens, tier, keywords.get("session"))
         replica = self._replica_by_name.get(name)
         if replica is None:
             raise NoReplicaError(f"replica {name} is gone")
         if ticket is not None:
-            self.table.dispatch(ticket, name, prompt_tokens)
+            self.table.dispatch(ticket, name, prompt_tokens, tier=tier, now=time.monotonic())
             self._tickets[replica.replica_id, internal_id].append(ticket)
         return replica
 
@@ -140,18 +153,14 @@ class FleetRouter(RequestRouter):
                 tickets.remove(ticket)
                 tickets.appendleft(None)
 
-    async def _choose(self, call: Call) -> str:
-        if not self.table.ids:
-            await self._wait_for_replica()
+    async def _choose(self, prompt_tokens: int, tier: int, session: int | None) -> str:
+        try:
+            await self._line.turn(tier, self._wait_for_replica_s)
+        except TimeoutError:
+            raise NoReplicaError("no engine replica can take requests now") from None
+        call = Call(prompt_tokens, tier, time.monotonic(), session)
         policy = self._fallback if self.table.all_stale(call.now) else self.policy
         return self.table.ids[policy.choose(self.table, call, self._rng)]
-
-    async def _wait_for_replica(self) -> None:
-        deadline = time.monotonic() + self._wait_for_replica_s
-        while not self.table.ids:
-            if time.monotonic() > deadline:
-                raise NoReplicaError("no engine replica can take requests now")
-            await asyncio.sleep(0.05)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -166,7 +175,7 @@ class FleetRouter(RequestRouter):
         key = (replica_id, internal_request_id)
         if tickets := self._tickets.get(key):
             if (ticket := tickets.popleft()) is not None:
-                self.table.complete(ticket)
+                self.table.complete(ticket, time.monotonic())
             if not tickets:
                 del self._tickets[key]
 
@@ -178,3 +187,14 @@ class FleetRouter(RequestRouter):
     def reports_stale(self) -> bool:
         """Whether every report is too old, so that the router falls back to two choices on its own in-flight counts."""
         return self.table.all_stale(time.monotonic())
+
+    def freeness(self) -> dict[str, dict[str, float]]:
+        """Freeness of each replica by its last report: `F`, `F_normal` in blocks per running request, `phi`.
+
+        All are inf on an idle replica and -inf on one that does not serve.
+        """
+        return {name: self._freeness(report) for name, report in self.reports.items()}
+
+    def _freeness(self, report: ReplicaReport) -> dict[str, float]:
+        full = freeness(report, self.tiers)
+        return {"F": full, "F_normal": normal_freeness(report), "phi": normalised(full, report)}

@@ -1,11 +1,14 @@
-"""vLLM's v1 scheduler with a policy's queue order, load figures once per step, and live policy changes.
+"""vLLM's v1 scheduler run by a policy: queue order, step control, load figures once per step, live policy changes.
 
-With waiting_queue.py the only module that touches vLLM's scheduler internals (0.32.0; vLLM calls this interface "not
-public"). Names used beyond `SchedulerInterface`, each held by tests/deployments/test_contract_vllm_scheduler.py:
-`Scheduler.waiting` (a `RequestQueue`), `.kv_holding_waiting`, `.running`, `._inflight_prefills`, `._preempt_request`,
+With waiting_queue.py and step_control.py the only module that touches vLLM's scheduler internals (0.32.0; vLLM calls
+this interface "not public"). Names used beyond `SchedulerInterface`, each held by
+tests/deployments/test_contract_vllm_scheduler.py: `Scheduler.waiting` (a `RequestQueue`), `.kv_holding_waiting`,
+`.running`, `.requests`, `._inflight_prefills`, `._preempt_request`, `._free_request`, `._request_blocks_can_be_freed`,
+`._handle_blocked_waiting_request`, `.pause_state`, `.requires_kv_delivery`, `.kv_cache_manager.allocate_slots`,
 `.kv_cache_manager.block_pool` (`get_num_free_blocks`, `num_gpu_blocks` counting one null block), `.block_size`,
-`.max_model_len`, `.max_num_active_reqs`, `.max_num_scheduled_tokens`; `Request.num_computed_tokens`,
-`.num_stale_output_tokens`; `VllmConfig.additional_config` taking an object with `compute_hash`;
+`.max_model_len`, `.max_num_active_reqs`, `.max_num_scheduled_tokens`; `SchedulerOutput.num_scheduled_tokens`,
+`.total_num_scheduled_tokens`; `Request.status`, `.priority`, `.num_computed_tokens`, `.is_prefill_chunk`,
+`.num_stale_output_tokens`, `.drop_stale_output`; `VllmConfig.additional_config` taking an object with `compute_hash`;
 `SchedulerConfig.scheduler_cls`, `.async_scheduling`, `.policy`.
 """
 
@@ -14,6 +17,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from operator import sub
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.logger import init_logger
@@ -21,11 +26,17 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from deployments.hints import extra_argument, hints_of, load_predictor, tiers_of
 from deployments.load_page import Figures, LoadPage
 from deployments.parent import end_with_parent
+from deployments.resume import ResumeMixin
+from deployments.step_control import StepControl, has_capabilities
 from deployments.waiting_queue import PolicyRequestQueue
+from policies.predictors import UsesPredictor
 from policies.registry import PolicyError
 from policies.scheduling import SCHEDULING, SchedulingPolicy
+from policies.scheduling.tiered import Tiered
+from policies.tiers import SINGLE, Tiers
 from policies.types import SchedulerContext
 
 if TYPE_CHECKING:
@@ -39,24 +50,33 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM configures its own logger tree 
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """Goes into `VllmConfig.additional_config`: the policy at start-up and the name of the load page, if any.
+    """Goes into `VllmConfig.additional_config`: the policy at start-up, the name of the load page if any, the tiers.
 
-    `policy` is `{"name": ..., **parameters}`. An object rather than a dict, because vLLM makes a dict's content a
-    part of the key of its compile cache: another alpha would compile the model again.
+    `policy` is `{"name": ..., **parameters}`. `tiers` is `{"headroom": [...], "aging_s": [...], "ttft_slo_s": [...],
+    "tpot_slo_s": [...]}` with one entry per tier, null for one that does not age or promises nothing; None is one tier.
+    An object rather than a dict, because vLLM makes a dict's content a part of the key of its compile cache: another
+    alpha would compile the model again.
     """
 
     policy: dict[str, Any] = field(default_factory=lambda: {"name": "fcfs"})
     page: str | None = None
+    tiers: dict[str, Any] | None = None
 
     def compute_hash(self) -> str:
         """Constant: nothing in here changes the model's graph."""
         return type(self).__qualname__
 
 
-def make_policy(spec: dict[str, Any]) -> SchedulingPolicy:
-    """The scheduling policy of a spec `{"name": ..., **parameters}`; PolicyError says what is wrong with it."""
+def make_policy(spec: dict[str, Any], tiers: Tiers = SINGLE) -> SchedulingPolicy:
+    """The scheduling policy of a spec `{"name": ..., **parameters}`, within tiers if there are several.
+
+    Loads the ranker that `predictor_path` names. Raises PolicyError, which says what is wrong with the spec.
+    """
     parameters = dict(spec)
-    return SCHEDULING.make(parameters.pop("name", ""), **parameters)
+    policy = SCHEDULING.make(parameters.pop("name", ""), **parameters)
+    if isinstance(policy, UsesPredictor) and policy.predictor_path is not None:
+        policy.use_predictor(load_predictor(policy.predictor_path))
+    return Tiered(policy, tiers) if len(tiers) > 1 else policy
 
 
 def scheduler_class(async_scheduling: bool) -> str:
@@ -100,33 +120,47 @@ class PolicySchedulerMixin(Scheduler):
             raise ValueError(f"vLLM's own policy={config.policy!r} cannot be combined with ours: leave it at 'fcfs'")
         if not isinstance(settings, SchedulerSettings):
             raise ValueError(f"{type(self).__name__} needs additional_config=SchedulerSettings(...)")
+        self.tiers = tiers_of(settings.tiers)
+        self.queue_policy = make_policy(settings.policy, self.tiers)
         super().__init__(vllm_config, *args, **kwargs)
-        self.queue_policy = make_policy(settings.policy)
+        self._tier_spec = settings.tiers
+        self._by_tier = [0] * len(self.tiers)  # unfinished requests, waiting or running
         self.preemptions = 0
         self.steps = 0
         self._policy_version = 0
         self._tickets: list[int] = []
         self._stale: list[Request] = []  # preempted while output was in flight: they grow in the queue
         self.waiting: PolicyRequestQueue = PolicyRequestQueue(self.queue_policy, self._context())
+        self._control: StepControl | None = None
+        self._take_control()
         self._page = LoadPage.open(settings.page) if settings.page else None
         end_with_parent()
         self._published = (-1, -1, -1)
         self._publish()
 
     def use_policy(self, policy: SchedulingPolicy) -> None:
-        """Order the queue by another policy from the next step on."""
+        """Schedule by another policy from the next step on; it learns the lengths of the requests that are here."""
+        if isinstance(policy, Tiered) and isinstance(self.queue_policy, Tiered):
+            policy.take_over(self.queue_policy)
         self.queue_policy = policy
+        predictor = getattr(policy, "predictor", None)
+        if predictor is not None:
+            for request in self.requests.values():
+                request.hints = hints_of(request, self._tier_spec, predictor)
         self.waiting.use_policy(policy)
+        self._take_control()
 
     def figures(self) -> Figures:
         """Load now, from running sums: its cost does not grow with the queue or the batch."""
         waiting, head, pool = self.waiting, self.waiting.head, self.kv_cache_manager.block_pool
-        queued = waiting.tokens
+        queued, waiting_by_tier = waiting.tokens, waiting.by_tier[: len(self._by_tier)]
         for request in self._inflight_prefills:
             queued += request.num_tokens - request.num_computed_tokens
-        for request in self.kv_holding_waiting:  # remote KV and paused input sessions only: nearly always empty
-            if request not in self._inflight_prefills:
-                queued += request.num_tokens - request.num_computed_tokens
+        if self.kv_holding_waiting:  # remote KV and paused input sessions only: nearly always empty
+            for request in self.kv_holding_waiting:
+                waiting_by_tier[request.priority] += 1
+                if request not in self._inflight_prefills:
+                    queued += request.num_tokens - request.num_computed_tokens
         return Figures(
             t=self.clock(),
             free_blocks=pool.get_num_free_blocks(),
@@ -141,15 +175,20 @@ class PolicySchedulerMixin(Scheduler):
             preemptions=self.preemptions,
             steps=self.steps,
             policy_version=self._policy_version,
+            running_by_tier=tuple(map(sub, self._by_tier, waiting_by_tier)),
+            waiting_by_tier=tuple(waiting_by_tier),
         )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """One step of vLLM's scheduler over the queue in the policy's order."""
+        """One step of vLLM's scheduler over the queue in the policy's order, and within its other bounds if any."""
         self._take_up_policy()
         context = self._context()
         self.queue_policy.on_step(context)
         self.waiting.begin_step(context)
-        output = super().schedule(throttle_prefills)
+        if self._control is None:
+            output = super().schedule(throttle_prefills)
+        else:
+            output = self._control.run(partial(super().schedule, throttle_prefills), context)
         self.steps += 1
         self._publish()
         return output
@@ -168,11 +207,13 @@ class PolicySchedulerMixin(Scheduler):
         return outputs
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; its ticket is logged with the first figures that count it."""
+        """Queue a request with its tier and hints; its ticket is logged with the first figures that count it."""
+        request.priority = self.tiers.clamp(request.priority)
+        if request.request_id not in self.requests:  # else: the next part of a streamed input
+            request.hints = hints_of(request, self._tier_spec, getattr(self.queue_policy, "predictor", None))
+            self._by_tier[request.priority] += 1
         super().add_request(request)
-        extra = request.sampling_params.extra_args if request.sampling_params else None
-        hints = extra.get("tidegate") if extra else None
-        ticket = hints.get("ticket") if isinstance(hints, dict) else None
+        ticket = extra_argument(request, "ticket")
         if self._page is not None and isinstance(ticket, int) and 0 <= ticket < 1 << 32:
             self._tickets.append(ticket)
 
@@ -188,6 +229,20 @@ class PolicySchedulerMixin(Scheduler):
         self.preemptions += 1
         if request.num_stale_output_tokens > 0:
             self._stale.append(request)
+        if self._control is not None:
+            self._control.preempted(request)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._by_tier[request.priority] -= 1
+        if self._control is not None:
+            self._control.finished(request)
+        return super()._free_request(request, delay_free_blocks)
+
+    def _take_control(self) -> None:
+        if self._control is not None:
+            self._control.release()
+        policy = self.queue_policy
+        self._control = StepControl(self, policy, self._context()) if has_capabilities(policy) else None
 
     def _context(self) -> SchedulerContext:
         pool = self.kv_cache_manager.block_pool
@@ -209,7 +264,7 @@ class PolicySchedulerMixin(Scheduler):
             return
         self._policy_version, spec = changed
         try:
-            self.use_policy(make_policy(spec))
+            self.use_policy(make_policy(spec, self.tiers))
         except PolicyError as error:  # the replica checks first; a running engine must not die of a setting
             logger.error("Policy %s refused, %s stays in force: %s", spec, self.queue_policy.name, error)
 
@@ -224,13 +279,13 @@ class PolicySchedulerMixin(Scheduler):
             self._tickets.clear()
 
 
-class PolicyScheduler(PolicySchedulerMixin, Scheduler):
+class PolicyScheduler(ResumeMixin, PolicySchedulerMixin, Scheduler):
     """Synchronous scheduling: CPU, or GPU with async scheduling off."""
 
     runs_async = False
 
 
-class AsyncPolicyScheduler(PolicySchedulerMixin, AsyncScheduler):
+class AsyncPolicyScheduler(ResumeMixin, PolicySchedulerMixin, AsyncScheduler):
     """Asynchronous scheduling: vLLM's default on GPU, one step scheduled ahead of the one that runs."""
 
     runs_async = True

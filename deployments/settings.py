@@ -18,14 +18,16 @@ _NOT_PARAMETERS = ("policy", "stale_s")
 class ReplicaSettings:
     """What one engine replica is started with.
 
-    `engine_args` are AsyncEngineArgs keywords. `threads` are engine threads on CPU, each bound to a core: replica i of
-    a node takes cores i*threads, ... modulo the node's cores (vLLM's own choice puts every replica on the first ones).
-    None leaves binding alone (GPU).
+    `engine_args` are AsyncEngineArgs keywords; `tiers` has the lists `headroom`, `aging_s`, `ttft_slo_s`, `tpot_slo_s`
+    with one entry per tier, None where a tier has none. `threads` are engine threads on CPU, each bound to a core:
+    replica i of a node takes cores i*threads, ... modulo the node's cores (vLLM's own choice puts every replica on the
+    first ones). None leaves binding alone (GPU).
     """
 
     engine_args: dict[str, Any]
     scheduling: dict[str, Any]
     balancing: dict[str, Any]
+    tiers: dict[str, Any]
     threads: int | None = None
 
 
@@ -47,6 +49,8 @@ def live_settings(user_config: dict[str, Any]) -> tuple[dict[str, Any] | None, d
     """
     registries: dict[str, Registry[Any]] = {"scheduling": SCHEDULING, "balancing": BALANCING}
     for key, section in user_config.items():
+        if key == "tiers":
+            raise PolicyError("tiers are fixed while the fleet runs: write them below `args`, not in user_config.", key)
         if key not in registries:
             raise PolicyError(f"user_config has no key {key!r}: it takes {', '.join(registries)}.", key)
         if section is None:

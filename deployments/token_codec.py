@@ -25,13 +25,17 @@ _encoder = MsgpackEncoder(size_threshold=1 << 62)  # never split off buffers: on
 _decoder = MsgpackDecoder(SamplingParams)
 
 
-def encode_params(params: SamplingParams, ticket: int) -> bytes:
+def encode_params(params: SamplingParams, ticket: int, *, begun: bool = False) -> bytes:
     """Encode resolved sampling parameters for a replica: ids only, one sequence, no text work there.
 
     Stop strings stay at the ingress (its detokenizer finds them); stop token ids travel. `flat_logprobs` keeps rows
-    exact: sampled token first, duplicates included. `ticket` names the submission in the replica's load report.
+    exact: sampled token first, duplicates included. `ticket` names the submission in the replica's load report. The
+    answer's true length, if the client tells it (`vllm_xargs: {"tidegate_output_tokens": n}`), goes along for policies
+    that are evaluated with an oracle. A sequence that has `begun` elsewhere has its prompt's log-probabilities.
     """
     wire = copy(params)
+    if begun:
+        wire.prompt_logprobs = None
     wire.stop = []
     wire.output_text_buffer_length = 0
     wire.detokenize = False
@@ -39,7 +43,12 @@ def encode_params(params: SamplingParams, ticket: int) -> bytes:
     wire.output_kind = RequestOutputKind.DELTA
     wire.flat_logprobs = True
     wire.skip_clone = True
-    wire.extra_args = {**(params.extra_args or {}), "tidegate": {"ticket": ticket}}
+    extra = dict(params.extra_args or {})
+    ours = {"ticket": ticket}
+    oracle = extra.pop("tidegate_output_tokens", None)
+    if isinstance(oracle, int) and oracle >= 1:
+        ours["output_tokens"] = oracle
+    wire.extra_args = {**extra, "tidegate": ours}
     (frame,) = _encoder.encode(wire)
     return bytes(frame)
 

@@ -9,11 +9,12 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from policies.scheduling import SchedulingPolicy
+from policies.tiers import MAX_TIERS
 from policies.types import SchedulerContext
 
 
 class PolicyRequestQueue(RequestQueue):
-    """Waiting requests in a policy's order, and the running sum of the tokens they still need to prefill.
+    """Waiting requests in a policy's order, with running sums: tokens still to be prefilled, requests of each tier.
 
     The order is sorted at the first look and then stays until `begin_step` brings another order epoch or the set
     changes: vLLM looks at a request, works on it, and pops it only later, so both must give the same one.
@@ -22,6 +23,7 @@ class PolicyRequestQueue(RequestQueue):
 
     def __init__(self, policy: SchedulingPolicy, context: SchedulerContext) -> None:
         self.tokens = 0
+        self.by_tier = [0] * MAX_TIERS
         self._policy = policy
         self._context = context
         self._epoch: Hashable = policy.order_epoch(context)
@@ -52,13 +54,18 @@ class PolicyRequestQueue(RequestQueue):
     def refresh(self, request: Request) -> None:
         """Count a waiting request anew after its length changed."""
         if request in self._weights:
-            self.tokens -= self._weights[request]
+            self._leave(request)
             self._enter(request)
 
     def _enter(self, request: Request) -> None:
         weight = self._weights[request] = request.num_tokens - request.num_computed_tokens
         self.tokens += weight
+        self.by_tier[request.priority] += 1
         self._sorted = not self._policy.reorders
+
+    def _leave(self, request: Request) -> None:
+        self.tokens -= self._weights.pop(request)
+        self.by_tier[request.priority] -= 1
 
     def _ordered(self) -> deque[Request]:
         if not self._sorted:
@@ -93,20 +100,21 @@ class PolicyRequestQueue(RequestQueue):
         if not self._queue:
             raise IndexError("pop from an empty queue")
         request = self._ordered().popleft()
-        self.tokens -= self._weights.pop(request)
+        self._leave(request)
         return request
 
     def remove_request(self, request: Request) -> None:
         """Take one request out; ValueError if it does not wait here."""
         self._queue.remove(request)
-        self.tokens -= self._weights.pop(request)
+        self._leave(request)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Take out those of the requests that wait here."""
         leaving = {request for request in requests if request in self._weights}
         if leaving:
             self._queue = deque(request for request in self._queue if request not in leaving)
-            self.tokens -= sum(self._weights.pop(request) for request in leaving)
+            for request in leaving:
+                self._leave(request)
 
     def __bool__(self) -> bool:
         return bool(self._queue)

@@ -50,7 +50,8 @@ class Submit(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """One sequence to generate: token ids in, `Delta`s out to the ZMQ endpoint `reply_to`.
 
     `params` is vLLM's SamplingParams as `token_codec` encodes it; `arrival` is wall-clock seconds, kept over re-sends;
-    `priority` is the tier, 0 the highest.
+    `priority` is the tier, 0 the highest. `output`: tokens that the sequence generated in submissions before this
+    one; it goes on after them, and the first `Delta` starts at their number.
     """
 
     rid: str
@@ -64,6 +65,7 @@ class Submit(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     trace: dict[str, str] | None = None
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict | None = None
+    output: list[int] = []
 
 
 class Outcome(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):

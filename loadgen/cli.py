@@ -1,4 +1,4 @@
-"""Command line of loadgen: `python -m loadgen bench [NAME ...]`."""
+"""Command line of loadgen: `python -m loadgen bench [NAME ...]`, `record-lengths`, `train-predictor`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Protocol
 from rich.console import Console
 
 from loadgen import arguments, report
-from loadgen.bench import ingress, larry, router
+from loadgen.bench import ingress, larry, policies, router, tiers
+from loadgen.predictor import command as predictor
 
 
 class Bench(Protocol):
@@ -26,7 +27,7 @@ class Bench(Protocol):
     def run(self, args: argparse.Namespace, console: Console, /) -> Path: ...
 
 
-BENCHES: dict[str, Bench] = {"larry": larry, "router": router, "ingress": ingress}
+BENCHES: dict[str, Bench] = {"policies": policies, "larry": larry, "tiers": tiers, "router": router, "ingress": ingress}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,6 +50,12 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--out", type=Path, default=report.RESULTS / f"{name}.json", help="default: %(default)s")
         module.add_arguments(one)
         one.set_defaults(call=_run_bench, bench=name)
+    record = commands.add_parser("record-lengths", help=predictor.RECORD, description=predictor.RECORD)
+    predictor.add_record_arguments(record)
+    record.set_defaults(call=predictor.run_record)
+    train = commands.add_parser("train-predictor", help=predictor.TRAIN, description=predictor.TRAIN)
+    predictor.add_train_arguments(train)
+    train.set_defaults(call=predictor.run_train)
     return top
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -14,14 +15,20 @@ from loadgen.metrics import RequestRecord
 
 DATA = b"data: "
 DONE = b"data: [DONE]"
+REASON = "x-tidegate-reason"  # why the fleet refused a request, for machines
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to ask: chat text and the number of tokens to answer with (forced: end-of-sequence is ignored)."""
+    """What to ask: chat text and the number of tokens to answer with (forced: end-of-sequence is ignored).
+
+    `headers` and `body` are added to those of the request, `X-Vllm-Priority` or `priority` say.
+    """
 
     text: str
     output_len: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)
 
 
 class StreamingClient:
@@ -53,15 +60,19 @@ class StreamingClient:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **prompt.body,
         }
         sent = time.perf_counter() - t0
         due = sent if due is None else due
         first, usage, finished = 0.0, {"prompt_tokens": 0, "completion_tokens": 0}, False
         last = sent
+        status = 0
         try:
-            async with self._session.post(self._url, json=body) as response:
-                if response.status != 200:
-                    return _failed(due, sent, f"status {response.status}: {(await response.text())[:200]}")
+            async with self._session.post(self._url, json=body, headers=prompt.headers) as response:
+                status = response.status
+                if status != 200:
+                    text = (await response.text())[:200]
+                    return _failed(due, sent, f"status {status}: {text}", status, response.headers)
                 async for line in response.content:
                     if not line.startswith(DATA):
                         continue
@@ -74,14 +85,15 @@ class StreamingClient:
                     if b'"usage":{' in line or b'"error"' in line:
                         event = json.loads(line[len(DATA) :])
                         if "error" in event:
-                            return _failed(due, sent, str(event["error"])[:200])
+                            return _failed(due, sent, str(event["error"])[:200], status)
                         usage = event.get("usage") or usage
                     last = time.perf_counter() - t0
         except (TimeoutError, aiohttp.ClientError) as e:
-            return _failed(due, sent, f"{type(e).__name__}: {e}")
+            return _failed(due, sent, f"{type(e).__name__}: {e}", status)
         if not (finished and first):
-            return _failed(due, sent, "the stream ended without [DONE] or without a token")
-        return RequestRecord(due, sent, usage["prompt_tokens"], usage["completion_tokens"], first - due, last - due)
+            return _failed(due, sent, "the stream ended without [DONE] or without a token", status)
+        tokens_in, tokens_out = usage["prompt_tokens"], usage["completion_tokens"]
+        return RequestRecord(due, sent, tokens_in, tokens_out, first - due, last - due, status=status)
 
 
 def has_text(line: bytes) -> bool:
@@ -89,8 +101,23 @@ def has_text(line: bytes) -> bool:
     return b'"content":"' in line and b'"content":""' not in line
 
 
-def _failed(due: float, sent: float, why: str) -> RequestRecord:
-    return RequestRecord(due, sent, 0, 0, 0.0, 0.0, error=why or "no reason given")
+def _failed(
+    due: float, sent: float, why: str, status: int = 0, headers: Mapping[str, str] | None = None
+) -> RequestRecord:
+    headers = headers or {}
+    reason, wait = headers.get(REASON, ""), headers.get("Retry-After", "")
+    return RequestRecord(
+        due,
+        sent,
+        0,
+        0,
+        0.0,
+        0.0,
+        error=why or "no reason given",
+        status=status,
+        reason=reason,
+        retry_after=float(wait) if wait.isdecimal() else None,
+    )
 
 
 async def closed_loop(client: StreamingClient, prompts: Sequence[Prompt], streams: int) -> list[RequestRecord]:

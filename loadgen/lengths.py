@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 TABLES = Path(__file__).parent / "data" / "lengths.json"
+# Each is one token of most vocabularies, after a space.
+WORDS = ("river", "stone", "lamp", "cloud", "table", "winter", "paper", "garden", "music", "window", "bread", "train")
 TRACE_CONTEXT = 8192  # tokens; the trace's models had this window, 99.95 % of its requests fit
 
 IntArray = npt.NDArray[np.int64]
@@ -64,6 +66,11 @@ class LengthTable:
 def _whole(lengths: npt.NDArray[Any]) -> IntArray:
     whole: IntArray = np.maximum(np.rint(lengths), 1).astype(np.int64)
     return whole
+
+
+def words(count: int, rng: np.random.Generator) -> str:
+    """A text of so many random words, about one token each."""
+    return " ".join(rng.choice(WORDS, count))
 
 
 @functools.cache

@@ -17,6 +17,8 @@ class RequestRecord:
 
     `due`: when the load plan wanted it sent, and `sent`: when the client sent it (both since the start of the run);
     `ttft` and `latency` (to the last token) count from `due`, so that a late client cannot flatter the server.
+    `status` is the HTTP status (0: no answer); of a refusal `reason` is the server's machine-readable one, and
+    `retry_after` the seconds that it asks to wait.
     """
 
     due: float
@@ -26,6 +28,9 @@ class RequestRecord:
     ttft: float
     latency: float
     error: str = ""
+    status: int = 0
+    reason: str = ""
+    retry_after: float | None = None
 
     @property
     def tgt(self) -> float:

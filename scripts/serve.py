@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
+from app.config.keys import ApiKeysConfig
 from scripts.fleet import Fleet, ServeError, Stop, Target, is_free
 
 
@@ -28,11 +30,23 @@ def read_target(config: Path) -> Target:
         application = content["applications"][0]
         model = ((application.get("args") or {}).get("model_loading_config") or {}).get("model_id", "MODEL")
         prefix = (application.get("route_prefix") or "/").rstrip("/")
-        return Target(config.resolve(), http.get("host", "127.0.0.1"), int(http.get("port", 8000)), prefix, model)
+        host = http.get("host", "127.0.0.1")
+        refuse_open_host(config, host, (application.get("args") or {}).get("api_keys") or {})
+        return Target(config.resolve(), host, int(http.get("port", 8000)), prefix, model)
     except OSError as error:
         raise ServeError(f"cannot read {config}: {error.strerror}") from error
     except (yaml.YAMLError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ServeError(f"{config} is not a Serve config (http_options, applications): {error!r}") from error
+
+
+def refuse_open_host(config: Path, host: str | None, api_keys: dict[str, Any]) -> None:
+    """Refuse to serve other machines without API keys, unless the file says that this is meant."""
+    try:
+        section = ApiKeysConfig.model_validate(api_keys)
+    except ValidationError:
+        return  # the application names the field at fault
+    if (problem := section.public_problem(host)) is not None:
+        raise ServeError(f"{config.name}: {problem}")
 
 
 def claim(target: Target) -> socket.socket:

@@ -4,7 +4,7 @@
 """
 
 from app.config.errors import ConfigError, Problem
-from app.config.files import check_file
+from app.config.files import check_file, check_keys
 from app.config.schema import TidegateConfig, UserConfig, load_config
 
-__all__ = ["ConfigError", "Problem", "TidegateConfig", "UserConfig", "check_file", "load_config"]
+__all__ = ["ConfigError", "Problem", "TidegateConfig", "UserConfig", "check_file", "check_keys", "load_config"]

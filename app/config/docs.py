@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ from pydantic.fields import FieldInfo
 
 from app.config.deployment import CpuConfig, DeploymentConfig, PlacementGroupConfig, RayActorOptions
 from app.config.engine import CPU_DEFAULTS, OWNED, RANGES
-from app.config.errors import allowed_values, bounds_text
+from app.config.errors import allowed_values, bounds_text, field_names
 from app.config.ingress import FailoverConfig, IngressConfig
+from app.config.keys import ApiKeysConfig, KeyEntry
 from app.config.model import ModelLoadingConfig
 from app.config.policy import BalancingConfig, PolicyConfig, SchedulingConfig
 from app.config.schema import TidegateConfig, UserConfig
+from app.config.tiers import HeadroomConfig, TierLevel, TiersConfig
 
 _INTRO = """\
 # Configuration
@@ -48,7 +51,7 @@ running replicas and routers; a change below `args` restarts the replicas. What 
     - name: EngineReplica
       user_config:
         scheduling: {policy: larry, alpha: 2.0}
-        balancing: {policy: sal, beta: 6.5}
+        balancing: {policy: tiered_sal, beta: 6.5}
 ```
 """
 
@@ -65,6 +68,10 @@ def _page() -> Iterator[str]:
     yield from _engine_kwargs()
     yield from _policies("scheduling", SchedulingConfig)
     yield from _policies("balancing", BalancingConfig)
+    yield from _tiers()
+    yield from _fields("api_keys", ApiKeysConfig)
+    yield "A key in that list (`python -m app.keys new` makes one, see [tiers and keys](tiers.md)):\n"
+    yield from _rows(KeyEntry)
     yield from _fields("deployment_config", DeploymentConfig)
     yield from _fields("deployment_config.ray_actor_options", RayActorOptions)
     yield from _fields("ingress", IngressConfig)
@@ -81,11 +88,32 @@ def _page() -> Iterator[str]:
 
 def _fields(title: str, model: type[BaseModel]) -> Iterator[str]:
     yield f"## {title}\n"
+    yield from _rows(model)
+
+
+def _rows(model: type[BaseModel]) -> Iterator[str]:
     yield from _table(
         ("key", "type and range", "unit", "default", "meaning"),
         [
-            (f"`{n}`", allowed_values(f), _unit(f), _default(f), f.description or "")
-            for n, f in model.model_fields.items()
+            (f"`{name}`", allowed_values(field), _unit(field), _default(field), field.description or "")
+            for name, field in field_names(model).items()
+        ],
+    )
+
+
+def _tiers() -> Iterator[str]:
+    yield from _fields("tiers", TiersConfig)
+    yield "A tier of `levels`:\n"
+    yield from _rows(TierLevel)
+    yield "`headroom`:\n"
+    yield from _rows(HeadroomConfig)
+    yield "The default table:\n"
+    defaults = TiersConfig.model_validate({})
+    yield from _table(
+        ("level", "service_tiers", "headroom by the formula"),
+        [
+            (f"`{level.name}`", ", ".join(f"`{v}`" for v in level.service_tiers) or "none", f"{share:.3f}")
+            for level, share in zip(defaults.levels, defaults.headroom_shares, strict=True)
         ],
     )
 
@@ -107,7 +135,7 @@ def _policies(title: str, model: type[PolicyConfig]) -> Iterator[str]:
     yield "Policies and the parameters that may stand beside `policy`:\n"
     rows = []
     for name in model.REGISTRY.names():
-        meaning = (type(model.REGISTRY.make(name)).__doc__ or "").strip().split("\n")[0]
+        meaning = _first_sentence(type(model.REGISTRY.make(name)).__doc__ or "")
         parameters = model.REGISTRY.parameters(name).items()
         rows.append(
             (f"`{name}`", ", ".join(f"`{key}` ({_yaml(value)})" for key, value in parameters) or "none", meaning)
@@ -132,13 +160,22 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     default = field.get_default(call_default_factory=True, validated_data={})
-    return "its keys' defaults" if isinstance(default, BaseModel) else f"`{_yaml(default)}`"
+    if isinstance(default, BaseModel):
+        return "its keys' defaults"
+    if isinstance(default, list) and default:
+        return "the table below"
+    return f"`{_yaml(default)}`"
 
 
 def _yaml(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _first_sentence(docstring: str) -> str:
+    paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z`])", paragraph)[0]
 
 
 def _sentence(text: str) -> str:

@@ -92,6 +92,11 @@ def bounds_text(low: float, high: float | None) -> str:
     return f">= {low}" if high is None else f">= {low} and <= {high}"
 
 
+def field_names(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Fields of a model by the names that a file has for them."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
 def allowed_values(field: FieldInfo) -> str:
     """Allowed values of a model's field, in words."""
     return describe(field.annotation, field.metadata)
@@ -127,9 +132,9 @@ def _locate(
     for part in loc:
         if isinstance(part, int) and isinstance(value, Sequence) and part < len(value):
             path, value, field, owner = f"{path}[{part}]", value[part], None, None
-        elif isinstance(value, Mapping) and (part in value or (current and part in current.model_fields)):
+        elif isinstance(value, Mapping) and (part in value or (current and part in field_names(current))):
             path, value, owner = f"{path}.{part}" if path else str(part), value.get(part), current
-            field = current.model_fields.get(str(part)) if current else None
+            field = field_names(current).get(str(part)) if current else None
             current = _submodel(field.annotation) if field else None
         else:
             break
@@ -148,8 +153,8 @@ def _explain(
     if kind == "extra_forbidden" and owner is not None:
         hint = getattr(owner, "MOVED", {}).get(path.rsplit(".", 1)[-1])
         name = path.rsplit(".", 1)[-1]
-        remedy = hint or suggestion(name, owner.model_fields) + "rename the key or remove it"
-        return Problem(path, "unknown key", got, ", ".join(owner.model_fields), remedy)
+        remedy = hint or suggestion(name, field_names(owner)) + "rename the key or remove it"
+        return Problem(path, "unknown key", got, ", ".join(field_names(owner)), remedy)
     message = str(item["msg"]).removeprefix("Value error, ")
     allowed = allowed_values(field) if field else message.removeprefix("Input should be ")
     if kind == "missing":

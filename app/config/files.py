@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from app.config.engine import Device
 from app.config.errors import ConfigError, Problem, problems_of, suggestion
-from app.config.schema import UserConfig, load_config
+from app.config.keys import read_keys
+from app.config.schema import TidegateConfig, UserConfig, load_config
 
 IMPORT_PATH = "app.main:build"
 _DEPLOYMENTS = ("EngineReplica", "Ingress")
@@ -36,15 +38,27 @@ def check_file(path: Path, device: Device | None = None) -> None:
         replace(problem, path=f"applications[{index}].{problem.path}")
         for index, application in enumerate(content["applications"])
         if application["import_path"] == IMPORT_PATH
-        for problem in _application(application, device)
+        for problem in _application(application, (content.get("http_options") or {}).get("host"), device)
     ]
     if problems:
         raise ConfigError(problems)
 
 
-def _application(application: dict[str, Any], device: Device | None) -> Iterator[Problem]:
+def check_keys(config: TidegateConfig) -> None:
+    """Raise ConfigError for a list of API keys that is here and wrong; ingresses elsewhere may have it elsewhere."""
+    section = config.api_keys
+    environ = {**os.environ, **(config.runtime_env or {}).get("env_vars", {})}
+    here = Path(section.file).expanduser().exists() if section.file is not None else section.env in environ
+    if here:
+        read_keys(section, config.tiers.names, environ)
+
+
+def _application(application: dict[str, Any], host: str | None, device: Device | None) -> Iterator[Problem]:
     try:
-        load_config(application.get("args") or {}, device)
+        config = load_config(application.get("args") or {}, device)
+        if (problem := config.api_keys.public_problem(host)) is not None:
+            yield replace(problem, path=f"args.{problem.path}")
+        check_keys(config)
     except ConfigError as error:
         for problem in error.problems:
             yield problem if problem.path == "args" else replace(problem, path=f"args.{problem.path}")

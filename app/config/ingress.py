@@ -136,6 +136,19 @@ class IngressConfig(BaseModel):
     enable_force_include_usage: bool = Field(
         default=False, strict=True, description="Report `usage` at the end of every stream."
     )
+    request_log: Annotated[str, Field(pattern=r"^[/~]")] | None = Field(
+        default=None,
+        description="File to which a line of JSON is appended for each finished request, prompt token ids included: "
+        "private data, meant for training the length predictor. Absolute path. Null: off.",
+    )
+    request_log_mib: int = Field(
+        default=256,
+        ge=1,
+        le=1 << 20,
+        strict=True,
+        description="Size at which `request_log` ends.",
+        json_schema_extra={"unit": "MiB"},
+    )
     enable_log_requests: bool = Field(default=False, strict=True, description="Log each request's parameters.")
     max_log_len: Annotated[int, Field(ge=0, strict=True)] | None = Field(
         default=None,

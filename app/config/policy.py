@@ -61,7 +61,7 @@ class BalancingConfig(PolicyConfig):
 
     REGISTRY = BALANCING
 
-    policy: str = Field(default="sal", description="Name of the policy; its parameters stand beside it.")
+    policy: str = Field(default="tiered_sal", description="Name of the policy; its parameters stand beside it.")
     stale_s: float = Field(
         default=1.0,
         ge=0.05,

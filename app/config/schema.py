@@ -27,9 +27,11 @@ from app.config.deployment import (
 from app.config.engine import CPU_DEFAULTS, Device, check_engine_kwargs, installed_device
 from app.config.errors import ConfigError, Problem, Refused, problems_of
 from app.config.ingress import FailoverConfig, IngressConfig
+from app.config.keys import ApiKeysConfig
 from app.config.model import DEFAULT_MODEL_ID, DEFAULT_SOURCE, ModelLoadingConfig
 from app.config.policy import BalancingConfig, SchedulingConfig
 from app.config.serve_llm import unwrap
+from app.config.tiers import TiersConfig
 
 _CPU_SHARE = 0.8  # CPUs reserved per engine thread: 2 one-thread replicas and the ingress fit two cores
 _ACCELERATOR_SHARE = 0.001  # of Ray's `accelerator_type:X` resource: pins the node type, reserves next to nothing
@@ -39,6 +41,7 @@ class UserConfig(BaseModel):
     """`user_config` of the deployment EngineReplica: what changes live, without a restart; it wins over `args`."""
 
     model_config = ConfigDict(extra="forbid")
+    MOVED: ClassVar[dict[str, str]] = {"tiers": "write it below `args`: tiers are fixed while the fleet runs"}
 
     scheduling: SchedulingConfig | None = Field(default=None, description="As `args.scheduling`. Null: as started.")
     balancing: BalancingConfig | None = Field(default=None, description="As `args.balancing`. Null: as started.")
@@ -79,6 +82,12 @@ class TidegateConfig(BaseModel):
     )
     balancing: BalancingConfig = Field(
         default_factory=BalancingConfig, description="Which replica gets a new request: policy and its parameters."
+    )
+    tiers: TiersConfig = Field(
+        default_factory=lambda: TiersConfig.model_validate({}), description="Priority tiers of requests."
+    )
+    api_keys: ApiKeysConfig = Field(
+        default_factory=lambda: ApiKeysConfig.model_validate({}), description="Who may call the HTTP API."
     )
     deployment_config: DeploymentConfig = Field(
         default_factory=DeploymentConfig, description="The engine replicas, in Ray Serve's terms."

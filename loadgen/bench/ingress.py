@@ -13,9 +13,8 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from loadgen import arguments
+from loadgen import arguments, lengths
 from loadgen.bench import pinning, servers
-from loadgen.bench.larry import default_model
 from loadgen.client import Prompt, StreamingClient, closed_loop
 from loadgen.metrics import paired_ratio, percentile, summarise
 from loadgen.report import Stamp, Steps, show
@@ -36,7 +35,6 @@ ENGINE: dict[str, Any] = {
 }
 START_TIMEOUT_S = 300.0
 PROMPT_WORDS = 40
-WORDS = ("river", "stone", "lamp", "cloud", "table", "winter", "paper", "garden", "music", "window", "bread", "train")
 # streams in parallel, requests in all, tokens of each answer
 LOADS = ((1, 20, 16), (16, 32, 64), (64, 64, 64))
 ROLES = (
@@ -67,7 +65,7 @@ def role(title: str) -> str:
 
 def prompts(n: int, output_len: int, rng: np.random.Generator) -> list[Prompt]:
     """n chat messages of 40 random words (about 50 tokens), all different."""
-    return [Prompt(" ".join(rng.choice(WORDS, PROMPT_WORDS)), output_len) for _ in range(n)]
+    return [Prompt(lengths.words(PROMPT_WORDS, rng), output_len) for _ in range(n)]
 
 
 def run(args: argparse.Namespace, console: Console) -> Path:
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace, console: Console) -> Path:
         raise SystemExit("bench ingress needs two cores: one for the engine, one for everything else")
     engine_core, other_core = cores[:2]
     stamp = Stamp("ingress", vars(args), args.seeds)
-    model = args.model or default_model()
+    model = args.model or servers.default_model()
     with servers.session_folder(console) as folder, Steps(console, 2 + args.rounds * 2 * len(LOADS)) as steps:
         started: list[servers.Server] = []
         try:

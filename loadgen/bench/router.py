@@ -97,9 +97,12 @@ def _print(
     )
     show(
         console,
-        "book-keeping on the fleet table, microseconds p50 / p99 (policy: sal)",
+        "book-keeping on the fleet table, microseconds p50 / p99 (policy: tiered_sal)",
         ("call", *replicas),
-        [(call, *(_both(table["sal"][n][call], "us") for n in sizes)) for call in ("dispatch", "complete", "apply")],
+        [
+            (call, *(_both(table["tiered_sal"][n][call], "us") for n in sizes))
+            for call in ("dispatch", "complete", "apply")
+        ],
     )
     show(
         console,

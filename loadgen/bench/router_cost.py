@@ -16,13 +16,15 @@ import uvloop
 from deployments.wire import ReplicaReport, ticket
 from loadgen import lengths
 from loadgen.metrics import percentile
-from policies.balancing import BALANCING
+from policies.balancing import BALANCING, BalancingPolicy, UsesTiers
 from policies.fleet import FleetTable
+from policies.tiers import Tiers, decaying_headroom
 from policies.types import Call
 
 IN_FLIGHT_PER_REPLICA = 8
 RAY_DEFAULT = "Ray's power of two"
 BLOCK_SIZE, BLOCKS, BATCH_TOKENS = 32, 512, 1024
+TIERS = Tiers(headroom=decaying_headroom(4), aging_s=(30.0,) * 4)
 Costs = dict[str, float]
 
 
@@ -34,6 +36,7 @@ def costs(nanoseconds: list[int]) -> Costs:
 def report(replica: str, seq: int, rng: random.Random, admitted: list[int]) -> ReplicaReport:
     """A load report with random figures, as of a busy replica."""
     free = rng.randrange(BLOCKS)
+    running, waiting = ([rng.randrange(most) for _ in range(len(TIERS))] for most in (8, 2))
     return ReplicaReport(
         replica=replica,
         seq=seq,
@@ -42,15 +45,25 @@ def report(replica: str, seq: int, rng: random.Random, admitted: list[int]) -> R
         free_blocks=free,
         total_blocks=BLOCKS,
         block_size=BLOCK_SIZE,
-        running=rng.randrange(32),
-        waiting=rng.randrange(8),
+        running=sum(running),
+        waiting=sum(waiting),
         queued_tokens=rng.randrange(4 * BATCH_TOKENS),
         head_blocks=0,
         batch_tokens=BATCH_TOKENS,
         max_num_seqs=32,
         preemptions=0,
         admitted=admitted,
+        running_by_tier=running,
+        waiting_by_tier=waiting,
     )
+
+
+def balancer(policy: str) -> BalancingPolicy:
+    """A balancing policy that knows the tiers, if it uses any."""
+    made = BALANCING.make(policy)
+    if isinstance(made, UsesTiers):
+        made.use_tiers(TIERS)
+    return made
 
 
 @contextmanager
@@ -71,7 +84,7 @@ def table_costs(policy: str, replicas: int, calls: int, seed: int) -> dict[str, 
     that the ledger has a steady size; the clock's own cost (some 50 ns) is included.
     """
     rng, np_rng = random.Random(seed), np.random.default_rng(seed)
-    table, balancer = FleetTable(), BALANCING.make(policy)
+    table, chooser = FleetTable(), balancer(policy)
     names = [f"replica-{i}" for i in range(replicas)]
     recent: dict[str, list[int]] = {name: [] for name in names}
     for name in names:
@@ -84,24 +97,25 @@ def table_costs(policy: str, replicas: int, calls: int, seed: int) -> dict[str, 
     clock = time.perf_counter_ns
     with no_collection():
         for i in range(calls):
+            now, tier = i * 0.001, i % len(TIERS)
             t0 = clock()
-            column = balancer.choose(table, Call(prompts[i]), np_rng)
+            column = chooser.choose(table, Call(prompts[i], tier, now), np_rng)
             t1 = clock()
             name = table.ids[column]
             t2 = clock()
-            table.dispatch(tickets[i], name, prompts[i])
+            table.dispatch(tickets[i], name, prompts[i], tier=tier, now=now)
             t3 = clock()
             spent["choose"].append(t1 - t0)
             spent["dispatch"].append(t3 - t2)
             recent[name].append(tickets[i])
             if i >= depth:
                 t0 = clock()
-                table.complete(tickets[i - depth])
+                table.complete(tickets[i - depth], now)
                 spent["complete"].append(clock() - t0)
             reporter = names[i % replicas]
             news = report(reporter, i + 1, rng, recent[reporter][-IN_FLIGHT_PER_REPLICA:])
             t0 = clock()
-            table.apply(news, i * 0.001)
+            table.apply(news, now)
             spent["apply"].append(clock() - t0)
     return {name: costs(values) for name, values in spent.items() if values}
 
@@ -109,15 +123,16 @@ def table_costs(policy: str, replicas: int, calls: int, seed: int) -> dict[str, 
 def warm_cost(policy: str, replicas: int, calls: int, seed: int) -> Costs:
     """`choose` alone, over and over on a table that does not change: all code and data stay in the CPU's caches."""
     rng, np_rng = random.Random(seed), np.random.default_rng(seed)
-    table, balancer = FleetTable(), BALANCING.make(policy)
+    table, chooser = FleetTable(), balancer(policy)
     for i in range(replicas):
         table.join(f"replica-{i}")
         table.apply(report(f"replica-{i}", 0, rng, []), 0.0)
     clock, spent = time.perf_counter_ns, []
     with no_collection():
-        for _ in range(calls):
+        for i in range(calls):
+            tier = i % len(TIERS)
             t0 = clock()
-            balancer.choose(table, Call(500), np_rng)
+            chooser.choose(table, Call(500, tier), np_rng)
             spent.append(clock() - t0)
     return costs(spent)
 
@@ -148,7 +163,7 @@ async def _timed(make: Callable[[], tuple[Choose, Callable[[], None]]], calls: i
         for i, prompt in enumerate(prompts):
             pending = PendingRequest(
                 args=[b""],
-                kwargs={"ticket": ticket(str(i), 0), "prompt_tokens": prompt},
+                kwargs={"ticket": ticket(str(i), 0), "prompt_tokens": prompt, "tier": i % len(TIERS)},
                 metadata=RequestMetadata(request_id=str(i), internal_request_id=str(i), call_method="generate"),
             )
             t0 = time.perf_counter_ns()
@@ -216,7 +231,8 @@ def _fleet_router(policy: str, replicas: int, seed: int) -> tuple[Choose, Callab
     from deployments.router import FleetRouter
 
     rng = random.Random(seed)
-    router = _router(FleetRouter, replicas, balancing={"policy": policy, "stale_s": 3600.0})
+    tiers = {"headroom": TIERS.headroom, "aging_s": TIERS.aging_s}
+    router = _router(FleetRouter, replicas, balancing={"policy": policy, "stale_s": 3600.0}, tiers=tiers)
     for name in list(router.table.ids):
         router._on_report(report(name, 0, rng, []))
     return router._choose_replica_for_request, router._subscriber.close

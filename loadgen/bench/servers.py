@@ -1,4 +1,4 @@
-"""Start and stop the two servers of `bench ingress`: plain vLLM, and the fleet in a Ray of its own."""
+"""Start and stop the servers under measurement: plain vLLM, and the fleet in a Ray of its own."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ from loadgen.report import ROOT
 MODEL_NAME = "bench"
 # Ray starts its daemons as sessions of their own; they are found by this mark in their environment.
 MARK = "TIDEGATE_BENCH"
+
+
+def default_model() -> str:
+    """Folder of the default model; SystemExit saying how to get it if it is not there."""
+    folder = Path.home() / ".cache" / "tidegate" / "models" / "smollm2-135m-instruct"
+    if not (folder / "config.json").exists():
+        raise SystemExit(f"no model at {folder}: run `make setup` once, or give --model FOLDER")
+    return str(folder)
 
 
 @dataclass(slots=True)
@@ -116,8 +124,13 @@ def start_plain(model: str, engine_args: dict[str, Any], core: int, folder: Path
     return _start("vllm", port, command, env, folder)
 
 
-def start_fleet(model: str, engine_args: dict[str, Any], folder: Path) -> Server:
-    """`serve run` with one replica behind one ingress, as a user would write it, in a Ray session below `folder`."""
+def start_fleet(
+    model: str, engine_args: dict[str, Any], folder: Path, replicas: int = 1, **sections: dict[str, Any]
+) -> Server:
+    """`serve run` with replicas behind one ingress, as a user would write it, in a Ray session below `folder`.
+
+    `sections` are further ones of the application's `args`.
+    """
     port = free_port()
     application = {
         "name": "tidegate",
@@ -126,8 +139,9 @@ def start_fleet(model: str, engine_args: dict[str, Any], folder: Path) -> Server
         "args": {
             "model_loading_config": {"model_id": MODEL_NAME, "model_source": model},
             "engine_kwargs": engine_args,
-            "deployment_config": {"num_replicas": 1},
-            "cpu": {"threads_per_replica": 1},  # as plain vLLM gets: one core is the engine's
+            "deployment_config": {"num_replicas": replicas},
+            "cpu": {"threads_per_replica": 1},  # as plain vLLM gets: one core is an engine's
+            **sections,
         },
     }
     config = folder / "serve_config.yaml"

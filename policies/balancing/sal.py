@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.balancing.affinity import stay
 from policies.balancing.ties import FEW, argmin
 from policies.fleet import FleetTable
 from policies.registry import number
@@ -27,16 +28,26 @@ class SAL:
     beta: > 0 pins it; None (default) follows the traffic.
     prior_beta: >= 1, used until requests have ended; 6.47 is SW-Chat (Azure 2023 conversations), 74.4 SW-Code.
     half_life: requests after which an observation counts half, > 0, <= 1e6.
+    affinity_tokens: >= 0; a session stays on its replica if that is at most so many prompt tokens behind the best.
     """
 
     name = "sal"
 
-    def __init__(self, *, beta: float | None = None, prior_beta: float = 6.47, half_life: float = 512.0) -> None:
+    def __init__(
+        self,
+        *,
+        beta: float | None = None,
+        prior_beta: float = 6.47,
+        half_life: float = 512.0,
+        affinity_tokens: float = 0.0,
+    ) -> None:
         remedy = "Leave it out to follow the traffic; chat is near 6.5, code completion near 74."
         self._pinned = None if beta is None else number("beta", beta, remedy, above=0)
         self._prior = number("prior_beta", prior_beta, "It is (input + output) / output tokens; chat: 6.47.", low=1)
         remedy = "It counts requests; 512 is the default."
         self._decay = 0.5 ** (1 / number("half_life", half_life, remedy, above=0, high=1e6))
+        remedy = "0 switches it off; a few thousand favour a prefix cache."
+        self._affinity_tokens = number("affinity_tokens", affinity_tokens, remedy, low=0)
         self._prior_weight = 1.0
         self._mean_in = self._mean_out = 0.0  # weighted sums: their common divisor cancels in beta
         self.beta = self._prior if self._pinned is None else self._pinned
@@ -44,9 +55,12 @@ class SAL:
         self._memory_term = self._queue_term = np.empty(0)
 
     def choose(self, fleet: FleetTable, call: Call, rng: np.random.Generator) -> int:
-        if len(fleet.ids) <= FEW:
-            return argmin(self._few_loads(fleet, call.prompt_tokens), rng)
-        return argmin(self._loads(fleet, call.prompt_tokens), rng)
+        few = len(fleet.ids) <= FEW
+        loads = self.few_loads(fleet, call.prompt_tokens) if few else self.loads(fleet, call.prompt_tokens)
+        best = argmin(loads, rng)
+        if self._affinity_tokens and call.session is not None:
+            return stay(loads, best, fleet, call.session, self._affinity_tokens)
+        return best
 
     def observe(self, prompt_tokens: int, output_tokens: int) -> None:
         """Follow a request that ended; one without output says nothing about output lengths and is left out."""
@@ -59,7 +73,8 @@ class SAL:
         seen = 1 + self._mean_in / self._mean_out
         self.beta = self._prior_weight * self._prior + (1 - self._prior_weight) * seen
 
-    def _few_loads(self, fleet: FleetTable, prompt_tokens: int) -> list[float]:
+    def few_loads(self, fleet: FleetTable, prompt_tokens: int) -> list[float]:
+        """Load of each column, iterations: for up to FEW columns."""
         beta, loads = self.beta, []
         columns = fleet.free_tokens.tolist(), fleet.queued_tokens.tolist(), fleet.per_batch.tolist()
         for free, queued, per_batch in zip(*columns, strict=True):
@@ -67,7 +82,8 @@ class SAL:
             loads.append(memory_term if memory_term > queue_term else queue_term)
         return loads
 
-    def _loads(self, fleet: FleetTable, prompt_tokens: int) -> NDArray[np.float64]:
+    def loads(self, fleet: FleetTable, prompt_tokens: int) -> NDArray[np.float64]:
+        """The same for many columns, in an array that the next call overwrites."""
         if len(self._queue_term) != len(fleet.ids):
             self._memory_term, self._queue_term = np.empty(len(fleet.ids)), np.empty(len(fleet.ids))
         prompt, beta, memory_term, queue_term = self._prompt, self._beta, self._memory_term, self._queue_term

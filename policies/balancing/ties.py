@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from policies.types import EmptyFleetError
 
+Loads = NDArray[np.float64] | list[float]
 FEW = 16  # up to here lists beat numpy, whose price is per call (measured: `python -m loadgen bench router`)
 
 
-def argmin(loads: NDArray[np.float64] | list[float], rng: np.random.Generator) -> int:
+def argmin(loads: Loads, rng: np.random.Generator) -> int:
     """Index of the smallest load, each of several equal ones as likely; EmptyFleetError if there is none."""
     if len(loads) == 0:
         raise EmptyFleetError("no replica is eligible: wait until one joins or serves again")

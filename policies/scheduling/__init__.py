@@ -9,6 +9,16 @@ from policies.registry import Registry
 from policies.scheduling.fcfs import FCFS
 from policies.scheduling.guarded_larry import GuardedLarry
 from policies.scheduling.larry import Larry
+from policies.scheduling.larry_preemptive import LarryPreemptive
+from policies.scheduling.ltr import LTR
+from policies.scheduling.mlfq import MLFQ
+from policies.scheduling.no_preempt import NoPreempt
+from policies.scheduling.pia import PiA
+from policies.scheduling.prefill_first import PrefillFirst
+from policies.scheduling.s3 import S3
+from policies.scheduling.sarathi import Sarathi
+from policies.scheduling.slo_budget import SloBudget
+from policies.scheduling.srpt import SRPT
 from policies.types import Request, SchedulerContext
 
 __all__ = ["FCFS", "SCHEDULING", "GuardedLarry", "Larry", "SchedulingPolicy"]
@@ -35,5 +45,19 @@ class SchedulingPolicy(Protocol):
 
 
 SCHEDULING: Registry[SchedulingPolicy] = Registry("scheduling policy")
-for _policy in (FCFS, Larry, GuardedLarry):
+for _policy in (
+    FCFS,
+    Larry,
+    GuardedLarry,
+    LarryPreemptive,
+    NoPreempt,
+    PrefillFirst,
+    Sarathi,
+    SRPT,
+    LTR,
+    MLFQ,
+    PiA,
+    S3,
+    SloBudget,
+):
     SCHEDULING.register(_policy.name)(_policy)

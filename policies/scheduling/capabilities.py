@@ -25,7 +25,11 @@ class GatesAdmission(Protocol):
     """Decides whether the head of the queue may enter the batch although it would fit."""
 
     def admit(self, request: Request, running: Sequence[Request], ctx: SchedulerContext) -> bool:
-        """False: the request waits, and with it all behind it. `running` includes those admitted in this step."""
+        """False: the request waits, and with it all behind it. `running` includes those admitted in this step.
+
+        Asked while the request may still not fit, and of batches that are only considered. An engine in which nothing
+        runs takes the request whatever the answer: nothing could change it.
+        """
 
 
 @runtime_checkable

@@ -11,9 +11,13 @@ from typing import Any, cast
 import msgspec
 from fastapi import FastAPI
 
+from app.config import load_config
+from app.config.keys import KeyEntry
 from app.fleet_client import FleetEngineClient
 from app.gate import Gate
 from app.python_api import PythonApi
+from app.reception import Reception
+from app.request_log import RequestLog
 from app.streams import Failover
 from app.vllm_compat import RequestOutputKind, SamplingParams, build_openai_app, tokens_input
 from deployments.delta_link import DeltaSender
@@ -52,12 +56,15 @@ Script = Callable[[Submission], Awaitable[Outcome]]
 
 
 def says(ids: list[int], *, per_delta: int = 1) -> Script:
-    """A script that sends these ids and the end token, so many per delta, within the request's max_tokens."""
+    """A script that sends these ids and the end token, so many per delta, within the request's max_tokens.
+
+    Begun elsewhere, it sends the rest.
+    """
 
     async def script(call: Submission) -> Outcome:
         wanted = [*ids, END][: call.params.max_tokens]
         finish = "stop" if wanted[-1] == END else "length"
-        for start in range(0, len(wanted), per_delta):
+        for start in range(call.sent, len(wanted), per_delta):
             call.send(*wanted[start : start + per_delta], finish=finish if start + per_delta >= len(wanted) else None)
             await asyncio.sleep(0)
         return Outcome(call.sent, finish)
@@ -105,16 +112,18 @@ class ScriptedReplicas:
         self._link = link
         self.scripts = list(scripts)
         self.calls: list[Submission] = []
+        self.sessions: list[int | None] = []
         self.generate = self
 
     def remote(self, frame: bytes, *, ticket: int, prompt_tokens: int, tier: int, session: int | None) -> Response:
         submit = msgspec.msgpack.decode(frame, type=Submit)
         assert ticket == _ticket(submit)
-        assert prompt_tokens == len(submit.prompt)
+        assert prompt_tokens == len(submit.prompt) + len(submit.output)
         assert tier == submit.priority
-        call = Submission(submit, decode_params(submit.params), self._link)
+        call = Submission(submit, decode_params(submit.params), self._link, len(submit.output))
         script = self.scripts[min(len(self.calls), len(self.scripts) - 1)]
         self.calls.append(call)
+        self.sessions.append(session)
         return Response(asyncio.get_running_loop().create_task(self._run(script, call)))
 
     async def _run(self, script: Script, call: Submission) -> Outcome:
@@ -147,6 +156,7 @@ class Fleet:
     replicas: ScriptedReplicas
     observed: list[tuple[int, int]]
     arguments: Namespace
+    reception: Reception
     has_replica: bool = True
     _app: FastAPI | None = None
 
@@ -167,11 +177,11 @@ class Fleet:
 
     async def gate(self) -> Gate:
         """The public HTTP app."""
-        return Gate(await self.app(), lambda: self.has_replica, 2**20)
+        return Gate(await self.app(), lambda: self.has_replica, 2**20, self.reception)
 
     async def python(self) -> PythonApi:
         """The API of Python handles."""
-        return PythonApi((await self.app()).state, self.client)
+        return PythonApi((await self.app()).state, self.client, self.reception)
 
     async def post(self, path: str, body: dict[str, Any], **more: Any) -> Answer:
         """One HTTP request through the gate."""
@@ -182,7 +192,7 @@ class Fleet:
         client = self.client
         held = {
             "streams": client._streams,
-            "queued": client._queued,
+            "queued": client._queue,
             "collectors": client._collectors,
             "states": client._outputs.request_states,
             "parents": client._outputs.parent_requests,
@@ -214,10 +224,21 @@ class FleetMaker:
         *scripts: Script,
         over_zmq: bool = True,
         max_queued: int = 1000,
+        tiers: dict[str, Any] | None = None,
+        keys: list[KeyEntry] | None = None,
+        ingress: dict[str, Any] | None = None,
+        log: RequestLog | None = None,
         timeout_s: float | None = None,
         failover: Failover = Failover(max_attempts=3, timeout_s=5.0),  # noqa: B008  # frozen
     ) -> Fleet:
-        """A fleet; without `over_zmq` deltas reach the client in the same loop turn."""
+        """A fleet; without `over_zmq` deltas reach the client in the same loop turn.
+
+        `tiers` and `ingress` are sections of the configuration.
+        """
+        config = load_config(
+            {"ingress": {"max_queued_requests": max_queued, **(ingress or {})}, **({"tiers": tiers} if tiers else {})}
+        )
+        reception = Reception(config, keys or [])
         sender = DeltaSender(lambda endpoint: None) if over_zmq else None
         fleet: Fleet
         link = sender.send if sender is not None else lambda _, delta: fleet.client._on_deltas([delta])
@@ -229,10 +250,12 @@ class FleetMaker:
             has_replica=lambda: fleet.has_replica,
             observe=lambda prompt, output: observed.append((prompt, output)),
             failover=failover,
-            max_queued=max_queued,
+            queue=reception.queue,
+            default_tier=config.tiers.default_tier,
             timeout_s=timeout_s,
+            log=log,
         )
-        fleet = Fleet(client, replicas, observed, self._arguments)
+        fleet = Fleet(client, replicas, observed, self._arguments, reception)
         self._made.append((fleet, sender))
         return fleet
 

@@ -18,11 +18,14 @@ class Stub:
 
 
 def test_an_empty_file_is_the_default_fleet() -> None:
-    """No argument is needed: the bundled model, LARRY, SAL, two replicas that fit two cores with the ingress."""
+    """No argument is needed: the bundled model, LARRY, tiered SAL, two replicas that fit two cores with the ingress."""
     config = load_config({}, "cpu")
     replica, ingress = config.deployment_options(), config.ingress_options()
     assert config.model_loading_config.source == "default"
-    assert config.user_config() == {"scheduling": {"policy": "larry"}, "balancing": {"policy": "sal", "stale_s": 1.0}}
+    assert config.user_config() == {
+        "scheduling": {"policy": "larry"},
+        "balancing": {"policy": "tiered_sal", "stale_s": 1.0},
+    }
     assert (
         replica["num_replicas"] * replica["ray_actor_options"]["num_cpus"] + ingress["ray_actor_options"]["num_cpus"]
         <= 2

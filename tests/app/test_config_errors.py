@@ -272,7 +272,7 @@ _JSON = st.recursive(
 _SECTIONS = st.sampled_from([*TidegateConfig.model_fields, "llm_configs", "other"])
 _KEYS = st.sampled_from(
     "policy alpha beta num_replicas autoscaling_config block_size max_model_len bundles env_vars strategy model_id "
-    "model_source tool_call_parser ray_actor_options timeout_s dtype".split()
+    "model_source tool_call_parser ray_actor_options timeout_s dtype levels default headroom file env".split()
 )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -13,6 +14,9 @@ import yaml
 from app.config import ConfigError, check_file, load_config
 from app.config.docs import reference
 from app.config.files import IMPORT_PATH
+from app.config.keys import parse_keys
+from app.errors import NoReplicaAvailable, Shed
+from policies.admission import Reason
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("*.yaml"), *(ROOT / "examples").glob("*.yaml")])
@@ -61,7 +65,12 @@ def test_the_reference_page_is_current() -> None:
             "remove the line",
         ),
         ("alpha: 1.0", "alfa: 1.0", "applications[0].deployments[0].user_config.scheduling.alfa", "did you mean alpha"),
-        ("policy: sal", "policy: best", "applications[0].deployments[0].user_config.balancing.policy", "choose one"),
+        (
+            "policy: tiered_sal",
+            "policy: best",
+            "applications[0].deployments[0].user_config.balancing.policy",
+            "choose one",
+        ),
         ("name: EngineReplica", "name: Engine", "applications[0].deployments[0].name", "did you mean EngineReplica"),
         ("port: 8000", "port: web", "http_options.port", "allowed value"),
         ("import_path:", "import_paht:", "applications[0].import_path", "add it"),
@@ -89,3 +98,20 @@ def test_the_command_checks_a_file_and_says_so(tmp_path: Path) -> None:
     bad = subprocess.run([*command, str(tmp_path / "none.yaml")], cwd=ROOT, capture_output=True, text=True)
     assert bad.returncode == 1
     assert "No such file" in bad.stderr
+
+
+def test_the_page_on_tiers_and_keys_is_true() -> None:
+    """Each YAML block of docs/tiers.md is a valid section or list of keys, and its reasons are those of the errors."""
+    page = (ROOT / "docs/tiers.md").read_text()
+    table, keys, section = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    config = load_config({**table, **section}, "cpu")
+    assert config.api_keys.on
+    assert parse_keys(yaml.safe_dump(keys), config.tiers.names, "page")[0].tenant == "acme"
+    told = set(re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| `.*?\|", page, re.MULTILINE))))
+    assert told == {
+        *get_args(Reason),
+        Shed.reason,
+        NoReplicaAvailable.reason,
+        "rate_limit_requests",
+        "rate_limit_tokens",
+    }

@@ -8,7 +8,8 @@ import inspect
 import pytest
 
 from app import errors
-from app.errors import FleetError, early_error, error_body, record_early
+from app.errors import FleetError, error_body
+from app.incoming import Incoming, incoming, record_early
 from app.vllm_compat import GracefulHTTPError, openai_error
 
 TREE = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, FleetError) and c is not FleetError]
@@ -44,18 +45,18 @@ def test_body_has_openais_shape(status: int) -> None:
 def test_early_errors_belong_to_one_request() -> None:
     """An error recorded in one request's context is not seen by another, nor outside of any."""
 
-    async def request(message: str | None) -> dict[str, Exception]:
-        box: dict[str, Exception] = {}
-        early_error.set(box)
+    async def request(message: str | None) -> Incoming:
+        one = Incoming(tier=0)
+        incoming.set(one)
         await asyncio.sleep(0)
         if message is not None:
             await asyncio.create_task(asyncio.to_thread(record_early, ValueError(message)))
-        return box
+        return one
 
-    async def scenario() -> list[dict[str, Exception]]:
+    async def scenario() -> list[Incoming]:
         return await asyncio.gather(*map(request, ("one", None, "two")))
 
     one, none, two = asyncio.run(scenario())
-    assert (str(one["error"]), none, str(two["error"])) == ("one", {}, "two")
+    assert (str(one.error), none.error, str(two.error)) == ("one", None, "two")
     record_early(ValueError("outside"))
-    assert early_error.get() is None
+    assert incoming.get() is None

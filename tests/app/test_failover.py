@@ -1,4 +1,4 @@
-"""Lost replicas: what has no token yet is sent elsewhere, within bounds; what has some ends with an error."""
+"""Lost replicas: their sequences go on elsewhere after the tokens that the client has, within bounds."""
 
 from __future__ import annotations
 
@@ -72,16 +72,46 @@ def test_time_to_send_again_counts_from_the_first_loss(run: Any, make_fleet: Fle
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=["actor", "engine"])
-def test_lost_after_the_first_token_is_an_error(run: Any, make_fleet: FleetMaker, loss: Any) -> None:
-    """Delivered tokens are not sent twice: the stream ends with an error that says so."""
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_lost_after_the_first_token_goes_on_elsewhere(run: Any, make_fleet: FleetMaker, loss: Any, cut: int) -> None:
+    """The next submission carries the delivered tokens, and the client gets each token once, inside a character too."""
 
     async def scenario() -> None:
-        fleet = await make_fleet(lost_with(loss, 500, 501))
+        fleet = await make_fleet(silent, over_zmq=False)
+        ids = fleet.ids(TEXT)
+        fleet.replicas.scripts[:] = [lost_with(loss, *ids[:cut]), lost_with(loss), says(ids)]
+        assert (await collect(fleet, params(prompt_logprobs=1)))[0] == (TEXT, [*ids, END], ("stop", None))
+        submits = [call.submit for call in fleet.replicas.calls]
+        assert [s.output for s in submits] == [[], ids[:cut], ids[:cut]]
+        assert len({(s.rid, tuple(s.prompt), s.arrival) for s in submits}) == 1
+        assert [call.params.prompt_logprobs for call in fleet.replicas.calls] == [1, None, None]
+
+    run(scenario())
+
+
+def test_progress_renews_the_attempts(run: Any, make_fleet: FleetMaker) -> None:
+    """A stream that gets on between losses is carried further than `max_attempts` replicas."""
+
+    async def scenario() -> None:
+        fleet = await make_fleet(silent, over_zmq=False, failover=Failover(max_attempts=2, timeout_s=5))
+        ids = fleet.ids(TEXT)
+        fleet.replicas.scripts[:] = [*(lost_with(ActorDiedError(), one) for one in ids[:5]), says(ids)]
+        assert (await collect(fleet))[0] == (TEXT, [*ids, END], ("stop", None))
+
+    run(scenario())
+
+
+def test_nobody_can_go_on(run: Any, make_fleet: FleetMaker) -> None:
+    """Out of attempts, a stream that has begun ends with an error that says how far it came."""
+
+    async def scenario() -> None:
+        fleet = await make_fleet(lost_with(ActorDiedError(), 500, 501), failover=Failover(max_attempts=2, timeout_s=5))
+        fleet.replicas.scripts.append(lost_with(ActorDiedError()))
         outputs = fleet.client.generate(tokens_input(PROMPT), params(), "r")
         assert (await anext(outputs)).outputs[0].token_ids == [500, 501]
         with pytest.raises(ReplicaLost, match="after 2 tokens"):
             await anext(outputs)
-        assert len(fleet.replicas.calls) == 1
+        assert len(fleet.replicas.calls) == 2
 
     run(scenario())
 
@@ -90,8 +120,10 @@ def test_one_lost_sequence_ends_its_siblings(run: Any, make_fleet: FleetMaker) -
     """When one of n sequences fails for good the request fails, and the others are aborted on their replicas."""
 
     async def scenario() -> None:
-        fleet = await make_fleet(silent, lost_with(ActorDiedError(), 500), silent)
-        with pytest.raises(ReplicaLost):
+        fleet = await make_fleet(
+            silent, lost_with(ZeroDivisionError("a bug"), 500), silent, failover=Failover(max_attempts=1, timeout_s=5)
+        )
+        with pytest.raises(ZeroDivisionError):
             await collect(fleet, params(n=3, temperature=1.0))
         assert await fleet.settle() == {}
         assert [call.state for call in fleet.replicas.calls] == ["aborted", "failed", "aborted"]

@@ -11,6 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from app.errors import NoReplicaAvailable, Overloaded, RequestTimeout
+from app.incoming import Incoming, incoming
 from app.streams import Failover
 from app.vllm_compat import RequestOutput, RequestOutputKind, tokens_input
 from deployments.routing import NoReplicaError
@@ -240,11 +241,12 @@ def test_cached_tokens_are_told(run: Any, make_fleet: FleetMaker) -> None:
 
 
 def test_nothing_is_left_behind(run: Any, make_fleet: FleetMaker) -> None:
-    """1,500 requests under random deltas, losses, faults, stop strings and cancellations leave nothing behind."""
+    """1,500 requests of all tiers under random deltas, losses, shedding and cancellations leave nothing behind."""
 
     async def scenario() -> None:
         rng = random.Random(11)
-        fleet = await make_fleet(silent, over_zmq=False, failover=Failover(max_attempts=3, timeout_s=0.05))
+        failover = Failover(max_attempts=2, timeout_s=0.05)
+        fleet = await make_fleet(silent, over_zmq=False, failover=failover, max_queued=9)
         ids = fleet.ids(TEXT)
 
         async def chaos(call: Submission) -> Outcome:
@@ -271,6 +273,7 @@ def test_nothing_is_left_behind(run: Any, make_fleet: FleetMaker) -> None:
         async def one(i: int) -> None:
             kind = rng.choice([RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
             sampling = params(n=rng.choice([1, 1, 3]), temperature=1.0, stop=[rng.choice("🍕本é")], output_kind=kind)
+            incoming.set(Incoming(rng.randrange(4)))
             try:
                 await collect(fleet, sampling, f"r{i}")
                 ends["finished"] += 1
@@ -294,6 +297,7 @@ def test_nothing_is_left_behind(run: Any, make_fleet: FleetMaker) -> None:
         assert await fleet.settle() == {}
         assert sum(ends.values()) > 1400  # a task cancelled before its first step does not count
         expected = {"finished", "cancelled", "ReplicaLost", "VLLMValidationError", "ZeroDivisionError"}
+        expected |= {"Overloaded", "Shed"}
         assert expected <= set(ends), ends
         assert {call.state for call in fleet.replicas.calls} == {"ended", "aborted", "failed"}
         assert any(call.submit.epoch > 1 for call in fleet.replicas.calls)

@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 
-from app.errors import Overloaded, ReplicaLost, record_early
+from app.config import load_config
+from app.errors import Overloaded, ReplicaLost
 from app.gate import ROUTES, Gate
+from app.incoming import record_early
+from app.reception import Reception
 
 from .asgi_client import Answer, ask
 
 LIMIT = 1000
 CHAT = "/v1/chat/completions"
 HEALTH = {"/health", "/health/live", "/health/ready"}
+OPEN = Reception(load_config({}, "cpu"), [])
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
@@ -46,7 +50,7 @@ async def start(send: Any, status: int, content_type: str, **headers: str) -> No
 
 def request(method: str, path: str, inner: App | None = None, *, ready: bool = True, **more: Any) -> Answer:
     """One request through a gate around `inner`."""
-    return asyncio.run(ask(Gate(inner or Inner(), lambda: ready, LIMIT), method, path, **more))
+    return asyncio.run(ask(Gate(inner or Inner(), lambda: ready, LIMIT, OPEN), method, path, **more))
 
 
 def error_of(answer: Answer) -> dict[str, Any]:
@@ -161,7 +165,7 @@ def test_app_sees_the_client_leave() -> None:
         leave = asyncio.Event()
         leave.set()
         inner = Inner(answer)
-        assert (await ask(Gate(inner, lambda: True, LIMIT), "POST", CHAT, {}, leave=leave)).status is None
+        assert (await ask(Gate(inner, lambda: True, LIMIT, OPEN), "POST", CHAT, {}, leave=leave)).status is None
         assert len(inner.seen) == 1
 
     asyncio.run(scenario())
@@ -237,7 +241,7 @@ def test_retry_after_is_always_there(status: int) -> None:
         seen: list[Any] = []
 
         async def scenario(answer: Any = answer, seen: list[Any] = seen) -> None:
-            await raw(Gate(Inner(answer), lambda: True, LIMIT), seen)
+            await raw(Gate(Inner(answer), lambda: True, LIMIT, OPEN), seen)
 
         asyncio.run(scenario())
         names = [v for k, v in seen[0]["headers"] if k.lower() == b"retry-after"]
@@ -333,7 +337,7 @@ def test_lifespan_passes_and_websockets_do_not() -> None:
         sent.append(message)
 
     async def scenario() -> None:
-        gate = Gate(app, lambda: True, LIMIT)
+        gate = Gate(app, lambda: True, LIMIT, OPEN)
         await gate({"type": "lifespan"}, receive, send)
         await gate({"type": "websocket", "path": CHAT, "headers": []}, receive, send)
 

@@ -82,7 +82,7 @@ def test_overload_is_429(run: Any, make_fleet: FleetMaker, path: str, stream: bo
         answer = await fleet.post(path, {**BODIES[path], "stream": stream})
         assert answer.status == 429
         assert 1 <= int(answer.headers["retry-after"]) <= 60
-        assert answer.json()["error"]["code"] == 429
+        assert answer.json()["error"]["code"] == answer.headers["x-tidegate-reason"] == "queue_full"
         leave.set()
         await asyncio.gather(*waiting)
 
@@ -144,11 +144,11 @@ def test_no_replica_is_503(run: Any, make_fleet: FleetMaker, path: str, stream: 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_loss_in_mid_stream_is_told_in_band(run: Any, make_fleet: FleetMaker, path: str) -> None:
-    """A stream that loses its replica after a token ends with an error event and [DONE]; a whole answer is 503."""
+    """A stream that no replica can go on with ends with an error event and [DONE]; a whole answer is 503."""
 
     async def scenario() -> None:
         fleet = await make_fleet(silent)
-        fleet.replicas.scripts[:] = [lost_with(ActorDiedError(), *fleet.ids("Rome is"))]
+        fleet.replicas.scripts[:] = [lost_with(ActorDiedError(), *fleet.ids("Rome is")), lost_with(ActorDiedError())]
         answer = await fleet.post(path, {**BODIES[path], "stream": True})
         assert answer.status == 200
         assert answer.text == "Rome is"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError
 
 from app.errors import NoReplicaAvailable
+from app.incoming import Incoming
 from app.streams import Failover, Stream, run_stream
 from app.vllm_compat import SamplingParams
 from deployments.wire import Delta, Outcome
@@ -18,9 +19,9 @@ from deployments.wire import Delta, Outcome
 from .scripted_fleet import Script, ScriptedReplicas, Submission
 
 
-def new_stream(**more: Any) -> Stream:
+def new_stream(tier: int = 1, **more: Any) -> Stream:
     """A stream of three prompt tokens."""
-    return Stream("rid", [1, 2, 3], SamplingParams(max_tokens=9), 12.5, **more)
+    return Stream("rid", [1, 2, 3], SamplingParams(max_tokens=9), 12.5, Incoming(tier, session=77), **more)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 12), st.integers(0, 4)), max_size=60))
@@ -59,15 +60,15 @@ def test_submission_carries_everything() -> None:
         call.send(7, 8, finish="stop")
         return Outcome(2, "stop")
 
-    more = {"priority": 3, "cache_salt": "s", "trace": {"traceparent": "00-1"}, "reasoning_ended": True}
-    stream = new_stream(**more, reasoning_parser_kwargs={"a": 1})
+    more = {"cache_salt": "s", "trace": {"traceparent": "00-1"}, "reasoning_ended": True}
+    stream = new_stream(tier=3, **more, reasoning_parser_kwargs={"a": 1})
     replicas, failures = asyncio.run(drive(stream, dies, answers, failover=Failover(3, 5.0)))
     assert failures == []
     assert stream.delivered == [7, 8]
     first, second = (call.submit for call in replicas.calls)
     assert (first.epoch, second.epoch) == (1, 2)
     for submit in (first, second):
-        assert (submit.rid, submit.prompt, submit.arrival) == ("rid", [1, 2, 3], 12.5)
+        assert (submit.rid, submit.prompt, submit.arrival, submit.priority) == ("rid", [1, 2, 3], 12.5, 3)
         assert {name: getattr(submit, name) for name in more} == more
         assert submit.reasoning_parser_kwargs == {"a": 1}
     tickets = {call.params.extra_args["tidegate"]["ticket"] for call in replicas.calls}

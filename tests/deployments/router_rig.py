@@ -31,9 +31,15 @@ class FakeReplica:
 class Fleet:
     """A router and its replicas; `pick` sends one call through it and returns the replica's name."""
 
-    def __init__(self, *names: str, balancing: dict[str, Any] | None = None, wait_s: float = 0.15) -> None:
+    def __init__(
+        self,
+        *names: str,
+        balancing: dict[str, Any] | None = None,
+        wait_s: float = 0.15,
+        tiers: dict[str, Any] | None = None,
+    ) -> None:
         self.router = FleetRouter(deployment_id=ENGINES, handle_source=DeploymentHandleSource.REPLICA)
-        self.router.initialize_state(balancing=balancing or LEAST, wait_for_replica_s=wait_s)
+        self.router.initialize_state(balancing=balancing or LEAST, wait_for_replica_s=wait_s, tiers=tiers)
         self.seq = 0
         self.set(*names)
 
@@ -78,3 +84,8 @@ class Fleet:
     def inflight(self) -> dict[str, int]:
         """Calls of this router that have not ended, by replica."""
         return dict(zip(self.router.table.ids, self.router.table.inflight.astype(int).tolist(), strict=True))
+
+    def close(self) -> None:
+        """Stop listening to reports."""
+        if self.router._subscriber is not None:
+            self.router._subscriber.close()

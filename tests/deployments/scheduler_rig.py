@@ -87,10 +87,11 @@ def scheduler(
     async_scheduling: bool = False,
     page: str | None = None,
     cls: type | None = None,
+    tiers: dict[str, Any] | None = None,
     **config: Any,
 ) -> Any:
     """Our scheduler (or the vLLM class `cls`) over a real KV cache manager."""
-    resolved = vllm_config(async_scheduling, SchedulerSettings(spec, page), **config)
+    resolved = vllm_config(async_scheduling, SchedulerSettings(spec, page, tiers), **config)
     attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
     kv = KVCacheConfig(resolved.cache_config.num_gpu_blocks, [], [KVCacheGroupSpec(["layer"], attention)])
     return (cls or (AsyncPolicyScheduler if async_scheduling else PolicyScheduler))(
@@ -102,14 +103,21 @@ def scheduler(
     )
 
 
-def request(name: str, prompt: int, output: int = 8, arrival: float = 0.0, ticket: int | None = None) -> Request:
+def tier_spec(*aging_s: float | None) -> dict[str, Any]:
+    """Tiers as replicas are told of them, one for each aging time (None: never ages)."""
+    return {"headroom": [0.0] * len(aging_s), "aging_s": list(aging_s)}
+
+
+def request(
+    name: str, prompt: int, output: int = 8, arrival: float = 0.0, ticket: int | None = None, tier: int = 0
+) -> Request:
     """A request of `prompt` tokens that generates exactly `output`."""
     extra = None if ticket is None else {"tidegate": {"ticket": ticket}}
     params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=extra)
-    return Request(name, [7] * prompt, params, None, arrival_time=arrival)
+    return Request(name, [7] * prompt, params, None, arrival_time=arrival, priority=tier)
 
 
-def trace(seed: int, count: int = 60, span: int = 60) -> list[tuple[int, Request]]:
+def trace(seed: int, count: int = 60, span: int = 60, tiers: int = 1) -> list[tuple[int, Request]]:
     """(step, request) of a random burst: three short prompts to one long, enough to run out of 128 KV blocks."""
     rng = random.Random(seed)
     steps = sorted(rng.randrange(span) for _ in range(count))
@@ -122,6 +130,7 @@ def trace(seed: int, count: int = 60, span: int = 60) -> list[tuple[int, Request
                 rng.randint(1, 90),
                 arrival=step + i / 1000,
                 ticket=i,
+                tier=(7 * i) % tiers,
             ),
         )
         for i, step in enumerate(steps)
@@ -129,10 +138,16 @@ def trace(seed: int, count: int = 60, span: int = 60) -> list[tuple[int, Request
 
 
 class Driver:
-    """Plays the EngineCore: schedules, pretends to run the model, and keeps `depth` steps in flight."""
+    """Plays the EngineCore: schedules, pretends to run the model, and keeps `depth` steps in flight.
 
-    def __init__(self, scheduler: Any, async_scheduling: bool = False) -> None:
+    With `step_s`, the scheduler's clock shows the number of the step times `step_s` seconds.
+    """
+
+    def __init__(self, scheduler: Any, async_scheduling: bool = False, step_s: float | None = None) -> None:
         self.scheduler = scheduler
+        self.number = 0
+        if step_s is not None:
+            scheduler.clock = lambda: self.number * step_s
         self.depth = 2 if async_scheduling else 1
         self.in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.admitted: list[str] = []  # request ids in the order of (re)admission
@@ -163,6 +178,7 @@ class Driver:
         """Add each arrival at its step and yield the step's number, until all is done; the caller calls `step`."""
         todo = deque(arrivals)
         for number in range(20_000):
+            self.number = number
             while todo and todo[0][0] <= number:
                 self.scheduler.add_request(todo.popleft()[1])
             if not (todo or self.scheduler.has_requests() or self.in_flight):
@@ -176,7 +192,7 @@ class Driver:
             self.step()
 
 
-def walked(scheduler: Any, requests: Iterable[Request]) -> dict[str, int]:
+def walked(scheduler: Any, requests: Iterable[Request]) -> dict[str, Any]:
     """The load figures by walking every request that ever was: what the running sums must equal."""
     waiting = [r for r in scheduler.requests.values() if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
     partly = [r for r in scheduler.running if r.is_prefill_chunk]
@@ -190,6 +206,7 @@ def walked(scheduler: Any, requests: Iterable[Request]) -> dict[str, int]:
     head = queue.head
     if waiting and policy.reorders and queue._sorted:
         head = min(waiting, key=lambda r: policy.waiting_key(r, queue._context))
+    tiers = range(len(scheduler.tiers))
     return {
         "free_blocks": total - held,
         "total_blocks": total,
@@ -198,4 +215,6 @@ def walked(scheduler: Any, requests: Iterable[Request]) -> dict[str, int]:
         "queued_tokens": sum(r.num_tokens - r.num_computed_tokens for r in waiting + partly),
         "head_blocks": -(-head.num_tokens // BLOCK) if head else 0,
         "preemptions": sum(r.num_preemptions for r in requests),
+        "running_by_tier": tuple(sum(r.priority == tier for r in scheduler.running) for tier in tiers),
+        "waiting_by_tier": tuple(sum(r.priority == tier for r in waiting) for tier in tiers),
     }

@@ -10,6 +10,9 @@ import pytest
 from ray import serve
 from ray._private import worker
 from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.serve import config as serve_config
+from ray.serve import context as serve_context
+from ray.serve._private import client as serve_client
 from ray.serve._private import replica as serve_replica
 from ray.serve._private import router as serve_router
 from ray.serve._private.common import ReplicaID, RequestMetadata, RunningReplicaInfo
@@ -148,6 +151,18 @@ def test_stopping_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     assert our_serve_replica.is_stopping() is False
     Actor._replica_impl._shutting_down = True
     assert our_serve_replica.is_stopping() is True
+
+
+def test_http_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`http_host` reads the host of the HTTP options that Serve's client has fetched from the controller."""
+    source = inspect.getsource(serve_client.ServeControllerClient)
+    assert "self._controller.get_http_config.remote()" in source, "see serve_replica.http_host"
+    assert isinstance(serve_client.ServeControllerClient.http_config, property), "see serve_replica.http_host"
+    assert parameters(serve_context._get_global_client) == ["raise_if_no_controller_running"]
+    assert "host" in serve_config.HTTPOptions.model_fields
+    client = type("Client", (), {"http_config": serve_config.HTTPOptions(host="0.0.0.0")})()
+    monkeypatch.setattr(our_serve_replica, "_get_global_client", lambda: client)
+    assert our_serve_replica.http_host() == "0.0.0.0"
 
 
 def test_server_reports_a_client_that_leaves() -> None:

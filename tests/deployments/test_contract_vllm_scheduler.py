@@ -1,4 +1,4 @@
-"""The private vLLM names that scheduler.py and waiting_queue.py rest on: one test each, to fail at an upgrade."""
+"""The private vLLM names that the scheduler's modules rest on: one test each, to fail at an upgrade."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -82,6 +84,94 @@ def test_limits(untouched: Any) -> None:
     assert untouched.max_model_len == 2048
     assert untouched.max_num_active_reqs == 16
     assert untouched.max_num_scheduled_tokens == 256
+
+
+def test_allocate_slots_gates_admission(untouched: Any) -> None:
+    """`allocate_slots` is asked by this name with these arguments; None for a waiting request ends the admissions."""
+    manager, asked = untouched.kv_cache_manager, []
+    inner = manager.allocate_slots
+    assert list(inspect.signature(KVCacheManager.allocate_slots).parameters)[1:3] == ["request", "num_new_tokens"]
+
+    def refuse_waiting(request: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
+        asked.append((request.request_id, request.status, tokens))
+        assert not args
+        if request.status == RequestStatus.RUNNING:
+            return inner(request, tokens, **kwargs)
+        assert (kwargs["num_new_computed_tokens"], kwargs["num_external_computed_tokens"]) == (0, 0)
+        return None
+
+    untouched.schedule()
+    manager.allocate_slots = refuse_waiting
+    untouched.add_request(request("behind", 10))
+    untouched.schedule()
+    assert asked == [("partly", RequestStatus.RUNNING, 88), ("waits", RequestStatus.WAITING, 40)]
+    assert [r.request_id for r in untouched.running] == ["partly"]
+    assert [r.request_id for r in untouched.waiting] == ["waits", "behind"]
+
+
+def test_running_order_and_limits_are_read_in_each_step(untouched: Any) -> None:
+    """schedule() follows the order of `running`, and takes both limits as they are when it is called."""
+    untouched.max_num_active_reqs = 1
+    assert list(untouched.schedule().num_scheduled_tokens) == ["partly"]
+    untouched.max_num_active_reqs = 2
+    assert list(untouched.schedule().num_scheduled_tokens) == ["partly", "waits"]
+    for r in untouched.running:
+        r.append_output_token_ids(7)
+    untouched.running.reverse()
+    assert list(untouched.schedule().num_scheduled_tokens) == ["waits", "partly"]
+    for r in untouched.running:
+        r.append_output_token_ids(7)
+    untouched.max_num_scheduled_tokens = 1
+    output = untouched.schedule()
+    assert output.num_scheduled_tokens == {"waits": 1}
+    assert output.total_num_scheduled_tokens == 1
+
+
+def test_free_request_is_called_once_however_a_request_ends() -> None:
+    """`_free_request` hears of the end by the last token and by an abort, of running and of waiting requests."""
+    freed = []
+
+    class Watched(Scheduler):
+        def _free_request(self, request: Any, delay_free_blocks: bool = False) -> Any:
+            freed.append(request.request_id)
+            return super()._free_request(request, delay_free_blocks)
+
+    assert list(inspect.signature(Scheduler._free_request).parameters) == ["self", "request", "delay_free_blocks"]
+    driver = Driver(scheduler({"name": "fcfs"}, cls=Watched, seqs=2))
+    for name, output in (("ends", 2), ("runs", 50), ("waits", 50)):
+        driver.scheduler.add_request(request(name, 20, output))
+    for _ in range(3):
+        driver.step()
+    assert freed == ["ends"]
+    driver.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert sorted(freed) == ["ends", "runs", "waits"]
+
+
+def test_pause_state_and_blocked_requests(untouched: Any) -> None:
+    """The names by which a step finds out what can be preempted and what is ready to enter."""
+    waiting = untouched.waiting.peek_request()
+    assert untouched.pause_state == PauseState.UNPAUSED
+    assert untouched.requires_kv_delivery is False
+    assert untouched._request_blocks_can_be_freed(untouched.running[0]) is True
+    assert untouched._handle_blocked_waiting_request(waiting) is True
+    assert waiting.drop_stale_output is False
+    waiting.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert untouched._handle_blocked_waiting_request(waiting) is False
+
+
+def test_requests_take_attributes() -> None:
+    """A Request lets itself be given hints and another priority, and keeps the priority that it was made with."""
+    made = request("a", 10, tier=3)
+    assert made.priority == 3
+    made.priority, made.hints = 1, "hints"
+    assert (made.priority, made.hints) == (1, "hints")
+
+
+def test_an_empty_step_hands_on_finished_ids_once(untouched: Any) -> None:
+    """A step without a token carries the ids of finished requests, and the next one does not carry them again."""
+    untouched.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert untouched.schedule().finished_req_ids == {"partly", "waits"}
+    assert untouched.schedule().finished_req_ids == set()
 
 
 def test_overridden_signatures() -> None:

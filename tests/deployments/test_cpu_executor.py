@@ -23,7 +23,7 @@ def test_one_worker_lives_in_the_engine_core() -> None:
     """An engine of one worker gets our executor and as many OpenMP threads as cores."""
     arguments = bind_cpu({"model": "m"}, "1,3")
     parallel = SimpleNamespace(distributed_executor_backend=arguments["distributed_executor_backend"])
-    assert Executor.get_class(SimpleNamespace(parallel_config=parallel)) is InProcessExecutor  # type: ignore[arg-type]
+    assert Executor.get_class(SimpleNamespace(parallel_config=parallel)) is InProcessExecutor
     assert arguments["model"] == "m"
     assert (os.environ[CORES_VARIABLE], os.environ["OMP_NUM_THREADS"]) == ("1,3", "2")
 

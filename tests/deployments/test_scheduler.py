@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,13 +23,15 @@ from deployments.scheduler import (
     scheduler_class,
     use_policy_scheduler,
 )
+from deployments.step_control import has_capabilities
 from policies.registry import PolicyError
 from policies.scheduling import SCHEDULING
 
-from .scheduler_rig import Driver, request, scheduler, trace, vllm_config, walked
+from .scheduler_rig import Driver, request, scheduler, tier_spec, trace, vllm_config, walked
 
 BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-POLICIES = pytest.mark.parametrize("policy", SCHEDULING.names())
+QUEUE_ONLY = [name for name in SCHEDULING.names() if not has_capabilities(SCHEDULING.make(name))]
+POLICIES = pytest.mark.parametrize("policy", QUEUE_ONLY)
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def test_fcfs_schedules_as_vllm_does(async_scheduling: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("policy", [name for name in SCHEDULING.names() if SCHEDULING.make(name).reorders])
+@pytest.mark.parametrize("policy", [name for name in QUEUE_ONLY if SCHEDULING.make(name).reorders])
 def test_admission_follows_the_policys_own_order(policy: str, async_scheduling: bool) -> None:
     """What a step admits is the head of the waiting set, sorted by the policy's keys as of that step's start."""
     driver = Driver(scheduler({"name": policy}, async_scheduling), async_scheduling)
@@ -96,14 +99,22 @@ def test_larry_lets_small_requests_pass_a_full_engine(async_scheduling: bool) ->
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), policy=st.sampled_from(SCHEDULING.names()), async_scheduling=st.booleans())
-def test_figures_equal_a_walk_over_all_requests(seed: int, policy: str, async_scheduling: bool) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(QUEUE_ONLY),
+    async_scheduling=st.booleans(),
+    tiers=st.sampled_from([None, tier_spec(None, 40.0, 20.0, 10.0)]),
+)
+def test_figures_equal_a_walk_over_all_requests(
+    seed: int, policy: str, async_scheduling: bool, tiers: dict[str, Any] | None
+) -> None:
     """After every schedule and every output, aborts included, the page shows what walking all requests gives."""
     name = f"tidegate-test-{uuid.uuid4().hex}"
     page, rng = LoadPage.create(name), random.Random(seed)
-    driver = Driver(scheduler({"name": policy}, async_scheduling, page=name, blocks=96), async_scheduling)
+    engine = scheduler({"name": policy}, async_scheduling, page=name, blocks=96, tiers=tiers)
+    driver = Driver(engine, async_scheduling, step_s=1.0)
     page.unlink()  # so that a failing example leaves no file
-    engine, arrivals = driver.scheduler, trace(seed, count=40)
+    arrivals = trace(seed, count=40, tiers=4)
     looks = tickets = 0
 
     def look() -> None:
@@ -113,8 +124,8 @@ def test_figures_equal_a_walk_over_all_requests(seed: int, policy: str, async_sc
         assert figures is not None
         naive = walked(engine, [r for _, r in arrivals])
         if not looks % 2:  # after an output that freed nothing the page still shows the end of schedule()
-            shown = (figures.free_blocks, figures.running, figures.waiting)
-            assert shown == (naive["free_blocks"], naive["running"], naive["waiting"])
+            for key in ("free_blocks", "running", "waiting", "running_by_tier", "waiting_by_tier"):
+                assert getattr(figures, key) == naive[key]
         else:
             assert {key: getattr(figures, key) for key in naive} == naive
         tickets = figures.admitted

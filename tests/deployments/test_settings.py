@@ -57,6 +57,7 @@ def test_live_settings_are_handed_on() -> None:
         ({"balancing": ["sal"]}, "balancing"),
         ({"scheduling": {"policy": "larry"}, "balancing": {"policy": "sal", "beta": 0}}, "beta"),
         ({"scheduling": {"policy": "lary"}}, "name"),
+        ({"tiers": {"levels": []}}, "tiers"),
     ],
 )
 def test_bad_live_settings_name_the_key(user_config: dict[str, Any], field: str) -> None:

@@ -231,3 +231,11 @@ def test_cached_tokens_come_once() -> None:
     assert stats is not None
     assert (stats.num_cached_tokens, stats.num_cache_creation_tokens) == (32, 16)
     assert to_engine_output(first, first=False).prefill_stats is None
+
+
+@pytest.mark.parametrize(("told", "kept"), [(12, 12), (0, None), (-1, None), ("12", None), (2.5, None), (None, None)])
+def test_true_length_travels_beside_the_ticket(told: object, kept: int | None) -> None:
+    """The oracle hint of `vllm_xargs` moves into our own extra argument if it is a count of tokens; else it is gone."""
+    params = SamplingParams(extra_args={"a": "b", "tidegate_output_tokens": told})
+    expected = {"ticket": 7} | ({} if kept is None else {"output_tokens": kept})
+    assert decode_params(encode_params(params, 7)).extra_args == {"a": "b", "tidegate": expected}

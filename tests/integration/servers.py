@@ -29,6 +29,7 @@ LOGS = Path(tempfile.gettempdir()) / "tidegate-test-logs"
 TAG = "TIDEGATE_TEST_SERVER"
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 8
+MAX_QUEUED = 64
 MAX_BODY_BYTES = 1 << 20
 
 
@@ -211,6 +212,7 @@ def fleet_config(port: int, replicas: int, dtype: str) -> dict:
         },
         "ingress": {
             "max_body_mib": MAX_BODY_BYTES >> 20,
+            "max_queued_requests": MAX_QUEUED,
             "enable_auto_tool_choice": True,
             "tool_call_parser": "hermes",
             "enable_prompt_tokens_details": True,

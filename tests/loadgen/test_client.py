@@ -18,11 +18,21 @@ PAUSE = 0.05
 
 
 @asynccontextmanager
-async def serving(*events: bytes, status: int = 200) -> AsyncIterator[StreamingClient]:
-    """A client of a server that answers every chat with these events, `PAUSE` seconds between them."""
+async def serving(
+    *events: bytes,
+    status: int = 200,
+    headers: dict[str, str] | None = None,
+    seen: list[tuple[str | None, dict]] | None = None,
+) -> AsyncIterator[StreamingClient]:
+    """A client of a server that answers every chat with these events, `PAUSE` seconds between them.
+
+    `seen` gets the priority header and the body of each request.
+    """
 
     async def chat(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(status=status)
+        if seen is not None:
+            seen.append((request.headers.get("X-Vllm-Priority"), await request.json()))
+        response = web.StreamResponse(status=status, headers=headers)
         await response.prepare(request)
         for event in events:
             await response.write(event)
@@ -43,11 +53,11 @@ async def serving(*events: bytes, status: int = 200) -> AsyncIterator[StreamingC
         await runner.cleanup()
 
 
-def ask(*events: bytes, status: int = 200) -> RequestRecord:
+def ask(*events: bytes, status: int = 200, headers: dict[str, str] | None = None) -> RequestRecord:
     """One request to such a server."""
 
     async def one() -> RequestRecord:
-        async with serving(*events, status=status) as client:
+        async with serving(*events, status=status, headers=headers) as client:
             return (await closed_loop(client, [Prompt("x", 2)], 1))[0]
 
     return asyncio.run(one())
@@ -74,6 +84,30 @@ def test_a_good_stream_is_timed_at_its_first_text() -> None:
 def test_broken_answers_are_failures(events: tuple[bytes, ...], status: int, complaint: str) -> None:
     """A cut stream, an answer without text, an error status and an in-band error each fail with their reason."""
     assert complaint in ask(*events, status=status).error
+
+
+def test_a_refusal_is_recorded_with_its_reason_and_wait() -> None:
+    """Status, machine-readable reason and Retry-After of a refused request are in its record; a good one has 200."""
+    refused = ask(b"{}", status=429, headers={"Retry-After": "7", "x-tidegate-reason": "queue_full"})
+    assert (refused.status, refused.reason, refused.retry_after) == (429, "queue_full", 7.0)
+    assert "429" in refused.error
+    good = ask(ROLE, TOKEN, USAGE, DONE)
+    assert (good.status, good.reason, good.retry_after) == (200, "", None)
+
+
+def test_headers_and_body_of_a_prompt_are_sent() -> None:
+    """What a prompt adds reaches the server beside what every request has."""
+    seen: list[tuple[str | None, dict]] = []
+
+    async def one() -> None:
+        async with serving(ROLE, TOKEN, USAGE, DONE, seen=seen) as client:
+            await client.ask(Prompt("x", 2, {"X-Vllm-Priority": "3"}, {"priority": 1}), 0.0)
+
+    asyncio.run(one())
+    ((header, body),) = seen
+    assert header == "3"
+    assert body["priority"] == 1
+    assert body["max_tokens"] == 2
 
 
 def test_no_server_is_a_failure_not_a_crash() -> None:

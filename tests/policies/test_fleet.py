@@ -2,59 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.wire import ReplicaReport, ReplicaState
+from deployments.wire import ReplicaReport
 from policies.fleet import FleetTable
 
-NAMES = ["a", "b", "c", "d"]
-
-
-def report(
-    replica: str,
-    seq: int,
-    *,
-    free_blocks: int = 100,
-    queued: int = 0,
-    running: int = 0,
-    waiting: int = 0,
-    state: ReplicaState = "serving",
-    admitted: Sequence[int] = (),
-    batch: int = 2048,
-) -> ReplicaReport:
-    """A load report of a replica with 1,000 blocks of 16 tokens."""
-    return ReplicaReport(
-        replica=replica,
-        seq=seq,
-        t=0.0,
-        state=state,
-        free_blocks=free_blocks,
-        total_blocks=1000,
-        block_size=16,
-        running=running,
-        waiting=waiting,
-        queued_tokens=queued,
-        head_blocks=0,
-        batch_tokens=batch,
-        max_num_seqs=64,
-        preemptions=0,
-        admitted=list(admitted),
-    )
-
-
-def rows(table: FleetTable) -> dict[str, tuple[float, ...]]:
-    """Replica -> its column entries, whatever the order of the columns."""
-    columns = (table.free_tokens, table.queued_tokens, table.requests, table.inflight, table.batch_tokens)
-    assert all(len(column) == len(table.ids) for column in (*columns, table.per_batch))
-    np.testing.assert_array_equal(table.per_batch, 1 / table.batch_tokens)
-    return dict(zip(table.ids, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+from .fleet_rig import NAMES, TIERS, report, rows
 
 
 class Recount:
@@ -88,9 +46,9 @@ class Recount:
                 self.calls[ticket]["covered"] = True
         return True
 
-    def dispatch(self, ticket: int, name: str, tokens: int) -> None:
+    def dispatch(self, ticket: int, name: str, tokens: int, *, tier: int) -> None:
         self.calls.pop(ticket, None)
-        self.calls[ticket] = {"replica": name, "tokens": tokens, "covered": False}
+        self.calls[ticket] = {"replica": name, "tokens": tokens, "tier": tier, "covered": False}
 
     def complete(self, ticket: int) -> None:
         self.calls.pop(ticket, None)
@@ -99,22 +57,34 @@ class Recount:
         result: dict[str, tuple[float, ...]] = {}
         for name, last in self.last.items():
             mine = [call for call in self.calls.values() if call["replica"] == name]
-            own = [call["tokens"] for call in mine if not call["covered"]]
+            uncovered = [call for call in mine if not call["covered"]]
+            own, tokens = len(uncovered), sum(call["tokens"] for call in uncovered)
             if last is not None and last.state == "serving":
                 free, queued, batch = last.free_blocks * last.block_size, last.queued_tokens, last.batch_tokens
-                requests = last.running + last.waiting
+                total, head = last.total_blocks * last.block_size, last.head_blocks * last.block_size
+                running, waiting = last.running, last.waiting
+                tiers = [p for by in (last.running_by_tier, last.waiting_by_tier) for p, n in enumerate(by) if n]
             elif last is None:
-                queued = requests = 0
-                size = self.first
+                queued = running = waiting = head = 0
+                tiers, size = [], self.first
                 free, batch = (size.total_blocks * size.block_size, size.batch_tokens) if size else (0, 1)
+                total = free
             else:
                 continue
-            result[name] = (free - sum(own), queued + sum(own), requests + len(own), len(mine), batch)
+            tiers += [call["tier"] for call in uncovered]
+            result[name] = (
+                *(free - tokens, queued + tokens, running + waiting + own, len(mine), batch),
+                *(tokens, head, total, running + own, waiting + own),
+                *(total if p in tiers else 0 for p in range(TIERS)),
+            )
         return result
 
 
 TICKETS = st.integers(0, 9)
-DISPATCH = st.tuples(st.just("dispatch"), TICKETS, st.sampled_from(NAMES), st.integers(0, 5000))
+DISPATCH = st.tuples(
+    st.just("dispatch"), TICKETS, st.sampled_from(NAMES), st.integers(0, 5000), st.integers(0, TIERS - 1)
+)
+BY_TIER = st.lists(st.integers(0, 1), max_size=TIERS)
 APPLY = st.tuples(
     st.just("apply"),
     st.builds(
@@ -128,6 +98,9 @@ APPLY = st.tuples(
         state=st.sampled_from(["serving", "serving", "serving", "draining", "dead"]),
         admitted=st.lists(TICKETS, max_size=4),
         batch=st.sampled_from([512, 1024]),
+        head_blocks=st.integers(0, 40),
+        running_by_tier=BY_TIER,
+        waiting_by_tier=BY_TIER,
     ),
 )
 OPERATIONS = st.lists(
@@ -149,9 +122,15 @@ def test_columns_equal_a_recount(joined: int, operations: list[tuple[Any, ...]])
     """
     table, recount, seq = FleetTable(), Recount(), 0
     for operation, *arguments in [*(("join", name) for name in NAMES[:joined]), *operations]:
-        if operation == "dispatch" and arguments[1] not in recount.last:
-            with pytest.raises(KeyError):
-                table.dispatch(*arguments)
+        if operation == "dispatch":
+            *call, tier = arguments
+            if call[1] not in recount.last:
+                with pytest.raises(KeyError):
+                    table.dispatch(*call, tier=tier)
+                continue
+            table.dispatch(*call, tier=tier)
+            recount.dispatch(*call, tier=tier)
+            assert rows(table) == recount.rows()
             continue
         extra: tuple[float, ...] = ()
         if operation == "apply":
@@ -303,7 +282,7 @@ def test_draining_and_dead_replicas_get_nothing() -> None:
     table.apply(report("b", 2, state="dead"), 0.0)
     assert table.ids == ["c"]
     table.apply(report("a", 3), 0.0)
-    assert rows(table)["a"] == (1500, 100, 1, 1, 2048)
+    assert rows(table)["a"][:5] == (1500, 100, 1, 1, 2048)
 
 
 def test_stale_reports() -> None:
@@ -347,7 +326,8 @@ def test_a_replica_without_reports_counts_as_idle() -> None:
     table.apply(report("a", 1, free_blocks=5, queued=4000), 0.0)
     table.join("c")
     for name in ("b", "c"):
-        assert rows(table)[name] == (16000, 0, 0, 0, 2048)
+        assert rows(table)[name][:5] == (16000, 0, 0, 0, 2048)
+        assert rows(table)[name][5:] == (0, 0, 16000, 0, 0, 0, 0, 0)
 
 
 def test_many_replicas_come_and_go() -> None:
@@ -361,3 +341,40 @@ def test_many_replicas_come_and_go() -> None:
     for name in names[::2]:
         table.leave(name)
     assert {name: row[1] for name, row in rows(table).items()} == {f"r{i}": i for i in range(1, 100, 2)}
+
+
+def test_a_call_on_its_way_makes_its_tier_present() -> None:
+    """Own calls count for their tier until a report covers them or they end; tiers out of range are the nearest."""
+    table = FleetTable()
+    table.join("a")
+    table.apply(report("a", 1), 0.0)
+
+    def tiers() -> list[int]:
+        return [p for p, tokens in enumerate(table.tier_tokens[:, 0]) if tokens == 16000]
+
+    for ticket, tier in enumerate((2, 2, 99, -5)):
+        table.dispatch(ticket, "a", 10, tier=tier)
+    assert tiers() == [0, 2, 15]
+    table.complete(0)
+    table.complete(2)
+    table.apply(report("a", 2, admitted=[3], waiting_by_tier=[0, 1]), 0.1)
+    assert tiers() == [1, 2]
+    table.complete(1)
+    assert tiers() == [1]
+
+
+def test_service_is_the_mean_of_own_calls() -> None:
+    """The latest call weighs 0.6, the first all; calls without times (refused, retried) leave it alone."""
+    table = FleetTable()
+    table.join("a")
+    table.dispatch(1, "a", 10, now=1.0)
+    table.complete(1, now=3.0)
+    assert table.service_s.tolist() == [2.0]
+    table.dispatch(2, "a", 10, now=3.0)
+    table.complete(2, now=4.0)
+    assert table.service_s.tolist() == pytest.approx([0.6 * 1.0 + 0.4 * 2.0])
+    table.dispatch(3, "a", 10, now=4.0)
+    table.complete(3)
+    table.dispatch(4, "a", 10)
+    table.complete(4, now=99.0)
+    assert table.service_s.tolist() == pytest.approx([1.4])

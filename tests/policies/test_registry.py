@@ -22,8 +22,11 @@ def test_defaults_work_and_names_agree(registry: Registry[Any], name: str) -> No
 
 def test_the_documented_policies_exist() -> None:
     """The names that configurations use are registered."""
-    assert SCHEDULING.names() == ["fcfs", "guarded_larry", "larry"]
-    assert BALANCING.names() == ["least_requests", "p2c", "random", "round_robin", "sal"]
+    ordered = ["fcfs", "guarded_larry", "larry", "larry_preemptive", "ltr", "mlfq", "slo_budget", "srpt"]
+    batched = ["no_preempt", "pia", "prefill_first", "s3", "sarathi"]
+    assert SCHEDULING.names() == sorted(ordered + batched)
+    general, tokens = ["least_requests", "p2c", "random", "round_robin"], ["sal", "tiered_sal"]
+    assert BALANCING.names() == sorted([*general, *tokens, "infaas_cost", "infaas_pp", "llumnix"])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -10,43 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.registry import PolicyError
 from policies.scheduling import SCHEDULING, GuardedLarry, Larry
-from policies.types import SchedulerContext
-
-MAX_LEN = 4096
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """What policies read of a request."""
-
-    request_id: str
-    arrival_time: float
-    num_prompt_tokens: int
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    max_tokens: int = 512
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prompt_tokens + self.num_output_tokens
+from policies.scheduling.capabilities import OrdersRunning
+from policies.types import Hints
+from tests.policies.scheduling_rig import MAX_LEN, Asked, context, order
 
 
-def context(q: int, block_size: int = 16) -> SchedulerContext:
-    """A replica at second 1,000,100 with q requests waiting and 64k tokens of KV cache."""
-    return SchedulerContext(1_000_100.0, q, 8, 65536 // block_size, 100, block_size, MAX_LEN, 256, 2048)
-
-
-def order(policy: Any, requests: list[Waiting], ctx: SchedulerContext) -> list[Waiting]:
-    """The queue as the engine sees it."""
-    return sorted(requests, key=lambda request: policy.waiting_key(request, ctx))
+def drawn(name: str, row: tuple[float, int, int, int, int, int | None, int]) -> Asked:
+    """A request from drawn numbers; the last two are the answer's true length, None if unknown, and the tier."""
+    arrival, prompt, output, preemptions, limit, length, tier = row
+    return Asked(name, arrival, prompt, output, preemptions, limit, 0, tier, Hints(output_tokens=length))
 
 
 # Arrivals in eighths of a second, so that sums with whole memory units are exact and ties do happen.
 ARRIVALS = st.integers(0, 800).map(lambda eighths: 1_000_000 + eighths / 8)
 REQUESTS = st.lists(
-    st.tuples(ARRIVALS, st.integers(1, 2000), st.integers(0, 2000), st.integers(0, 2)), min_size=2, max_size=30
-).map(lambda rows: [Waiting(f"r{i:02}", *row) for i, row in enumerate(rows)])
+    st.tuples(
+        *(ARRIVALS, st.integers(1, 2000), st.integers(0, 2000), st.integers(0, 2), st.integers(1, 600)),
+        *(st.none() | st.integers(1, 600), st.integers(0, 2)),
+    ),
+    min_size=2,
+    max_size=30,
+).map(lambda rows: [drawn(f"r{i:02}", row) for i, row in enumerate(rows)])
 FRESH = REQUESTS.map(lambda requests: [replace(request, num_preemptions=0) for request in requests])
 QUEUES = st.integers(0, 5000)
 CHOICES: list[tuple[str, dict[str, Any]]] = [
@@ -58,12 +44,21 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("larry", {"memory_unit": "mib", "kv_bytes_per_token": 131072}),
     ("guarded_larry", {}),
     ("guarded_larry", {"adaptive": True, "preempted_first": False}),
+    ("larry_preemptive", {}),
+    ("no_preempt", {}),
+    ("prefill_first", {}),
+    ("sarathi", {}),
+    ("srpt", {}),
+    ("srpt", {"predictor": "oracle", "c": 0}),
+    ("ltr", {"predictor": "oracle"}),
 ]
+TIMED: list[tuple[str, dict[str, Any]]] = [("mlfq", {})]  # their order changes with time
 POLICIES = st.sampled_from(CHOICES).map(lambda choice: SCHEDULING.make(choice[0], **choice[1]))
+ALL = st.sampled_from(CHOICES + TIMED).map(lambda choice: SCHEDULING.make(choice[0], **choice[1]))
 
 
-@given(POLICIES, REQUESTS, QUEUES, st.randoms())
-def test_order_is_total(policy: Any, requests: list[Waiting], q: int, random: Any) -> None:
+@given(ALL, REQUESTS, QUEUES, st.randoms())
+def test_order_is_total(policy: Any, requests: list[Asked], q: int, random: Any) -> None:
     """Keys never tie and compare with each other, so the order does not depend on how the queue was filled."""
     ctx = context(q)
     shuffled = requests.copy()
@@ -72,12 +67,22 @@ def test_order_is_total(policy: Any, requests: list[Waiting], q: int, random: An
     assert len({policy.waiting_key(request, ctx) for request in requests}) == len(requests)
 
 
+@given(ALL.filter(lambda policy: isinstance(policy, OrdersRunning)), REQUESTS, QUEUES, st.data())
+def test_running_order_is_total(policy: Any, requests: list[Asked], q: int, data: Any) -> None:
+    """Neither do the keys of running requests, whatever part of them is computed."""
+    for request in requests:
+        request.num_computed_tokens = data.draw(st.integers(0, request.num_tokens))
+        policy.waiting_key(request, context(q))
+    keys = [policy.running_key(request, context(q)) for request in requests]
+    assert sorted(keys) == sorted(set(keys))
+
+
 @given(FRESH, QUEUES, st.sampled_from([1, 4, 512]), st.sampled_from([1, 16, 32, 128]))
-def test_larry_is_its_score(requests: list[Waiting], q: int, alpha: int, block_size: int) -> None:
+def test_larry_is_its_score(requests: list[Asked], q: int, alpha: int, block_size: int) -> None:
     """LARRY takes the highest alpha * wait - Q * memory first, memory being whole KV blocks in units of 16 tokens."""
     ctx = context(q, block_size)
 
-    def score(request: Waiting) -> Fraction:
+    def score(request: Asked) -> Fraction:
         held = -(-request.num_tokens // block_size) * block_size
         return Fraction(alpha) * Fraction(ctx.now - request.arrival_time) - q * Fraction(held, 16)
 
@@ -86,7 +91,7 @@ def test_larry_is_its_score(requests: list[Waiting], q: int, alpha: int, block_s
 
 
 @given(FRESH)
-def test_without_a_queue_larry_is_fcfs(requests: list[Waiting]) -> None:
+def test_without_a_queue_larry_is_fcfs(requests: list[Asked]) -> None:
     """LARRY with Q = 0 orders as FCFS does, and so does guarded LARRY without a guard or, if adaptive, when calm."""
     fcfs = order(SCHEDULING.make("fcfs"), requests, context(0))
     assert order(Larry(), requests, context(0)) == fcfs
@@ -106,13 +111,13 @@ def test_without_a_queue_larry_is_fcfs(requests: list[Waiting]) -> None:
 )
 def test_larry_memory_units(parameters: dict[str, Any], block_size: int, memory: float) -> None:
     """1,000 tokens in each unit: generated tokens count, because a preempted request must recompute them."""
-    request = Waiting("r", 1_000_000.0, 600, num_output_tokens=400)
+    request = Asked("r", 1_000_000.0, 600, num_output_tokens=400)
     policy = Larry(**parameters)
     assert policy.memory(request.num_tokens, context(10, block_size)) == pytest.approx(memory)
 
 
 @given(FRESH, QUEUES, st.sampled_from([1.0, 500.0]))
-def test_larry_starvation_bound(requests: list[Waiting], q: int, alpha: float) -> None:
+def test_larry_starvation_bound(requests: list[Asked], q: int, alpha: float) -> None:
     """With Q waiting, r is overtaken only by requests that came at most Q * (mem(r) - mem(s)) / alpha after it."""
     policy, ctx = Larry(alpha=alpha), context(q)
     queue = order(policy, requests, ctx)
@@ -123,7 +128,7 @@ def test_larry_starvation_bound(requests: list[Waiting], q: int, alpha: float) -
 
 
 @given(FRESH, QUEUES, st.integers(0, 60), st.booleans())
-def test_guarded_larry_starvation_bound(requests: list[Waiting], q: int, guard_s: int, adaptive: bool) -> None:
+def test_guarded_larry_starvation_bound(requests: list[Asked], q: int, guard_s: int, adaptive: bool) -> None:
     """In no queue does a request stand before one that arrived more than guard_s seconds earlier."""
     queue = order(GuardedLarry(guard_s=guard_s, adaptive=adaptive), requests, context(q))
     for place, late in enumerate(queue):
@@ -144,13 +149,13 @@ def test_guarded_larry_starvation_bound(requests: list[Waiting], q: int, guard_s
 def test_guarded_larry_bound_holds_over_time(ops: list[tuple[str, int, int]], guard_s: int, adaptive: bool) -> None:
     """Whatever arrives, is admitted or preempted: who was never admitted is not overtaken by who came guard_s later."""
     policy = GuardedLarry(guard_s=guard_s, adaptive=adaptive)
-    waiting: list[Waiting] = []
-    running: list[Waiting] = []
+    waiting: list[Asked] = []
+    running: list[Asked] = []
     now = 0.0
     for i, (op, seconds, tokens) in enumerate(ops):
         now += seconds
         if op == "arrive":
-            waiting.append(Waiting(f"r{i}", now, tokens))
+            waiting.append(Asked(f"r{i}", now, tokens))
         elif op == "admit" and waiting:
             first = order(policy, waiting, context(len(waiting)))[0]
             for other in waiting:
@@ -166,9 +171,9 @@ def test_guarded_larry_bound_holds_over_time(ops: list[tuple[str, int, int]], gu
 
 def test_guarded_larry_spends_the_guard() -> None:
     """The bound is tight: a request of one token passes the longest one up to almost guard_s later, and no more."""
-    policy, longest = GuardedLarry(guard_s=30), Waiting("long", 0.0, MAX_LEN)
+    policy, longest = GuardedLarry(guard_s=30), Asked("long", 0.0, MAX_LEN)
     for later, passes in ((29.9, True), (30.1, False)):
-        queue = order(policy, [longest, Waiting("short", later, 1)], context(100))
+        queue = order(policy, [longest, Asked("short", later, 1)], context(100))
         assert (queue[0].request_id == "short") == passes
 
 
@@ -176,28 +181,35 @@ def test_guarded_larry_spends_the_guard() -> None:
 def test_preempted_first(name: str) -> None:
     """Preempted requests come first, ordered among themselves by the policy; switched off, they queue as others do."""
     small, big, fresh = (
-        Waiting("small", 5.0, 10, num_preemptions=1),
-        Waiting("big", 5.0, 2000, num_preemptions=2),
-        Waiting("fresh", 5.0, 100),
+        Asked("small", 5.0, 10, num_preemptions=1),
+        Asked("big", 5.0, 2000, num_preemptions=2),
+        Asked("fresh", 5.0, 100),
     )
     queue, ctx = [fresh, big, small], context(100)
     assert order(SCHEDULING.make(name), queue, ctx) == [small, big, fresh]
     assert order(SCHEDULING.make(name, preempted_first=False), queue, ctx) == [small, fresh, big]
 
 
-@given(POLICIES, REQUESTS, QUEUES, QUEUES, st.floats(0, 1e6), st.integers(0, 1000))
+@given(ALL, REQUESTS, QUEUES, QUEUES, st.floats(0, 10), st.integers(0, 1000))
 def test_equal_epochs_mean_equal_keys(
-    policy: Any, requests: list[Waiting], q: int, other_q: int, seconds: float, free: int
+    policy: Any, requests: list[Asked], q: int, other_q: int, seconds: float, free: int
 ) -> None:
-    """While the epoch stays, keys stay: time, free memory and running requests alone never call for a new order."""
+    """While the epoch stays, keys stay: free memory and running requests alone never call for a new order."""
     before = context(q)
     after = replace(before, now=before.now + seconds, free_blocks=free, num_running=free, num_waiting=other_q)
+    epoch, keys = policy.order_epoch(before), [policy.waiting_key(request, before) for request in requests]
     policy.on_step(after)
-    if other_q == q:
-        assert policy.order_epoch(before) == policy.order_epoch(after)
-    if policy.order_epoch(before) == policy.order_epoch(after):
-        for request in requests:
-            assert policy.waiting_key(request, before) == policy.waiting_key(request, after)
+    if policy.order_epoch(after) == epoch:
+        assert keys == [policy.waiting_key(request, after) for request in requests]
+    later = replace(before, free_blocks=free, num_running=free)
+    assert policy.order_epoch(later) == policy.order_epoch(before)
+
+
+@given(POLICIES, QUEUES, st.floats(0, 1e6))
+def test_time_alone_calls_for_no_new_order(policy: Any, q: int, seconds: float) -> None:
+    """A long queue is not sorted in each step: the epoch of all but time-driven policies outlasts any wait."""
+    before = context(q)
+    assert policy.order_epoch(replace(before, now=before.now + seconds)) == policy.order_epoch(before)
 
 
 def test_adaptive_guard_grows_in_few_steps() -> None:
@@ -210,6 +222,31 @@ def test_adaptive_guard_grows_in_few_steps() -> None:
     assert len(set(guards)) <= 9
 
 
-def test_only_fcfs_leaves_the_engines_queue_alone() -> None:
-    """`reorders` is what makes the engine keep its own deque."""
-    assert [name for name in SCHEDULING.names() if not SCHEDULING.make(name).reorders] == ["fcfs"]
+def test_who_leaves_the_engines_queue_alone() -> None:
+    """`reorders` is what makes the engine keep its own deque: for the policies that are first come, first served."""
+    unordered = {name for name in SCHEDULING.names() if not SCHEDULING.make(name).reorders}
+    assert unordered == {"fcfs", "no_preempt", "prefill_first", "sarathi"}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "field"),
+    [
+        ("larry_preemptive", {"max_victims": 0}, "max_victims"),
+        ("larry_preemptive", {"hysteresis": 2}, "hysteresis"),
+        ("larry_preemptive", {"preempted_first": True}, "preempted_first"),
+        ("prefill_first", {"watermark": 1}, "watermark"),
+        ("sarathi", {"token_budget": 0}, "token_budget"),
+        ("srpt", {"c": 1.5}, "c"),
+        ("srpt", {"predictor": "crystal ball"}, "predictor"),
+        ("ltr", {"predictor": "learned"}, "predictor_path"),
+        ("ltr", {"period": 0}, "period"),
+        ("mlfq", {"ratio": 1}, "ratio"),
+        ("mlfq", {"levels": 2.5}, "levels"),
+        ("mlfq", {"starvation_s": 0}, "starvation_s"),
+    ],
+)
+def test_parameters_out_of_range(name: str, parameters: dict[str, Any], field: str) -> None:
+    """A wrong parameter is refused with its name."""
+    with pytest.raises(PolicyError) as caught:
+        SCHEDULING.make(name, **parameters)
+    assert caught.value.field == field

@@ -192,3 +192,15 @@ def test_the_shipped_config_gives_a_command_to_try() -> None:
     line = serve.try_line(target)
     assert f":{target.port}/v1/chat/completions" in line
     assert f'"model": "{target.model}"' in line
+
+
+def test_an_open_host_without_keys_is_refused(tmp_path: Path) -> None:
+    """A file that serves other machines must give keys, or say that none are meant."""
+    config = tmp_path / "open.yaml"
+    text = (ROOT / "serve_config.yaml").read_text().replace("host: 127.0.0.1", "host: 0.0.0.0")
+    config.write_text(text)
+    with pytest.raises(serve.ServeError, match=r"open\.yaml: api_keys: .*open to other machines"):
+        serve.read_target(config)
+    for section in ("{file: /etc/keys.yaml}", "{allow_public_without_keys: true}"):
+        config.write_text(text.replace("    args:\n", f"    args:\n      api_keys: {section}\n"))
+        assert serve.read_target(config).host == "0.0.0.0"
