@@ -33,8 +33,8 @@ def fleet() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def fleet2() -> Iterator[Server]:
-    """Our fleet with two bfloat16 replicas, new for each module: for tests that kill parts of it."""
-    yield from _run(start_fleet(replicas=2, dtype="bfloat16"), "/health/ready")
+    """Our fleet with two float32 replicas, new for each module: for tests that kill parts of it."""
+    yield from _run(start_fleet(replicas=2, dtype="float32"), "/health/ready")
 
 
 @pytest.hookimpl(wrapper=True)
