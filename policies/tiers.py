@@ -37,7 +37,7 @@ class Tiers:
 
     def effective(self, tier: int, waited_s: float) -> int:
         """Tier of a request that has waited so long: one higher for each `aging_s`, at most 0."""
-        return max(0, tier - math.floor(waited_s / self.aging_s[tier]))
+        return max(0, tier - math.floor(max(waited_s, 0.0) / self.aging_s[tier]))
 
 
 def decaying_headroom(

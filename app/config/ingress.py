@@ -184,7 +184,7 @@ def _unknown_parser(field: str, name: str, names: frozenset[str]) -> list[Proble
 
 
 class FailoverConfig(BaseModel):
-    """Requests that delivered no token yet are sent again when their replica dies."""
+    """A sequence whose replica dies goes on elsewhere, after the tokens that the client has."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -193,7 +193,7 @@ class FailoverConfig(BaseModel):
         ge=1,
         le=100,
         strict=True,
-        description="Times a request is sent in all; 1: never again.",
+        description="Times a sequence is sent without getting a token further; 1: never again.",
         json_schema_extra={"unit": "sends"},
     )
     timeout_s: float = Field(
@@ -201,6 +201,6 @@ class FailoverConfig(BaseModel):
         gt=0,
         le=3600,
         strict=True,
-        description="How long after its first failure a request may be sent again.",
+        description="How long after its first failure since its last token a sequence may be sent again.",
         json_schema_extra=_SECONDS,
     )

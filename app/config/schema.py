@@ -94,7 +94,7 @@ class TidegateConfig(BaseModel):
     )
     ingress: IngressConfig = Field(default_factory=IngressConfig, description="OpenAI API in front of the replicas.")
     failover: FailoverConfig = Field(
-        default_factory=FailoverConfig, description="Re-sending of requests whose replica died."
+        default_factory=FailoverConfig, description="Going on elsewhere when a replica died."
     )
     accelerator_type: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
