@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ ENGINE: dict[str, Any] = {
 }
 MAX_QUEUED = 64  # requests that may wait for their first token: beyond it lower tiers are refused or shed
 TEMPLATE_TOKENS = 30  # what the model's chat template adds to a message
+ALONE_TOKENS = 4  # answer of an unloaded request, of which only the wait for the first token counts
 START_TIMEOUT_S = 300.0
 SLACK = 1.5  # of the top tier's unloaded p99
 PUNCTUAL_S = 0.1  # a client that is later measures itself
@@ -108,7 +110,8 @@ async def _measure(fleet: servers.Server, args: argparse.Namespace, steps: Steps
     async with StreamingClient(fleet.url, servers.MODEL_NAME) as client:
         steps.begin("unloaded: critical requests one by one")
         _good(await closed_loop(client, prompts([STANDARD] * full, rng), full), fleet)  # warms everything up
-        unloaded = _good(await closed_loop(client, prompts([0] * args.unloaded, rng), 1), fleet)
+        alone = [replace(p, output_len=ALONE_TOKENS) for p in prompts([0] * args.unloaded, rng)]
+        unloaded = _good(await closed_loop(client, alone, 1), fleet)
         steps.done()
         steps.begin("capacity: as many streams as keep every replica full")
         calibration = _good(await closed_loop(client, prompts([STANDARD] * 4 * full, rng), 2 * full), fleet)

@@ -16,7 +16,7 @@ from deployments.load_page import Figures, LoadPage
 from deployments.scheduler import SchedulerSettings, use_policy_scheduler
 from policies.scheduling import SCHEDULING
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 BLOCK, BLOCKS = 32, 12
 # Six prompts of one or two blocks fill the cache; the answers need one more each, so some must make way.
