@@ -7,6 +7,7 @@
     ├── RateLimited          429    the same: the key or the tier has used up its requests or tokens per minute
     ├── NoReplicaAvailable   503    wait `retry_after` seconds, then try again
     ├── ReplicaLost          503    the answer was cut by a crash after its first token: ask again
+    ├── ClientGone           503    nothing: it left, nobody reads this
     ├── RequestTimeout       504    it took longer than `ingress.request_timeout_s`: ask for less
     ├── BodyTooLarge         413    send less
     ├── RouteNotFound        404    use a documented path
@@ -86,6 +87,12 @@ class NoReplicaAvailable(FleetError):
 
 class ReplicaLost(FleetError):
     """The replica that produced the first part of an answer is gone."""
+
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class ClientGone(FleetError):
+    """The client left, and Serve cancelled what ran for it."""
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from app.errors import FleetError, NoReplicaAvailable, Overloaded, RequestTimeout, Shed
+from app.errors import ClientGone, FleetError, NoReplicaAvailable, Overloaded, RequestTimeout, Shed
 from app.incoming import Incoming, incoming, record_early
 from app.request_log import RequestLog
 from app.streams import Failover, Stream, run_stream
@@ -212,6 +212,8 @@ class FleetEngineClient(EngineClient):
                 finished = output.finished
                 yield output
                 yielded = True
+        except ClientGone:
+            raise asyncio.CancelledError from None  # whoever still waits for this was forgotten: it ends without a word
         except TimeoutError:
             error = RequestTimeout(f"the request took longer than {self._timeout_s:g} s (ingress.request_timeout_s)")
             if not yielded:

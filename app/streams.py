@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from app.errors import NoReplicaAvailable, ReplicaLost
+from app.errors import ClientGone, NoReplicaAvailable, ReplicaLost
 from app.incoming import Incoming
 from app.vllm_compat import SamplingParams, VLLMValidationError
 from deployments.routing import NoReplicaError
@@ -87,6 +87,12 @@ async def run_stream(
         problem: Exception | None
         try:
             problem = await _submit(stream, handle, reply_to)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Serve cancels the calls of an HTTP request whose client left; vLLM's handler may not hear of it.
+            return fail(stream, ClientGone("the client left"))
         except Exception as error:  # whatever it is, the client must not wait for a task that ended
             problem = error
         if problem is None:

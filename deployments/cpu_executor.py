@@ -15,10 +15,13 @@ import os
 from vllm import envs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+NICENESS = 5  # an engine takes all the CPU it gets; ingress and proxy need little, but at once
+
 
 class InProcessExecutor(UniProcExecutor):
-    """Runs the model in the EngineCore's own process, on the cores that it is bound to."""
+    """Runs the model in the EngineCore's own process, on the cores that it is bound to, behind ingress and proxy."""
 
     def _init_executor(self) -> None:
+        os.nice(NICENESS)
         os.sched_setaffinity(0, {int(core) for core in envs.VLLM_CPU_OMP_THREADS_BIND.split(",")})
         super()._init_executor()

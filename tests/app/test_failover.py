@@ -186,3 +186,19 @@ def test_lost_last_tokens_are_noticed(run: Any, make_fleet: FleetMaker, monkeypa
         assert (await collect(fleet))[0][0] == "ok"
 
     run(scenario())
+
+
+def test_a_call_that_serve_cancels_leaves_nothing(run: Any, make_fleet: FleetMaker) -> None:
+    """Serve cancels the calls of a client that left; vLLM's handler may not notice, its request ends all the same."""
+
+    async def scenario() -> None:
+        async def cancelled(call: Submission) -> Outcome:
+            raise asyncio.CancelledError
+
+        fleet = await make_fleet(cancelled)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(collect(fleet), 5)
+        assert await fleet.settle() == {}
+        assert len(fleet.replicas.calls) == 1
+
+    run(scenario())

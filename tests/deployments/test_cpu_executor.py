@@ -10,7 +10,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from deployments.cpu_binding import CORES_VARIABLE, bind_cpu
-from deployments.cpu_executor import InProcessExecutor
+from deployments.cpu_executor import NICENESS, InProcessExecutor
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +37,16 @@ def test_several_workers_stay_with_vllm(kind: str) -> None:
 
 
 def test_it_binds_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is on its cores before vLLM makes the worker, so that OpenMP's threads inherit them."""
+    """The process is on its cores, and nice, before vLLM makes the worker: OpenMP's threads inherit both."""
     allowed = sorted(os.sched_getaffinity(0))
     seen: list[set[int]] = []
+    given: list[int] = []
     monkeypatch.setenv(CORES_VARIABLE, str(allowed[-1]))
     monkeypatch.setattr(UniProcExecutor, "_init_executor", lambda self: seen.append(os.sched_getaffinity(0)))
+    monkeypatch.setattr(os, "nice", given.append)
     try:
         InProcessExecutor._init_executor(object.__new__(InProcessExecutor))
     finally:
         os.sched_setaffinity(0, allowed)
     assert seen == [{allowed[-1]}]
+    assert given == [NICENESS]
