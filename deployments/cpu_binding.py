@@ -8,6 +8,11 @@ from typing import Any
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 
 
+def bound_cores(local_rank: int, threads: int, cores: int) -> str:
+    """Cores of the replica with this rank on its node, as vLLM's VLLM_CPU_OMP_THREADS_BIND wants them."""
+    return ",".join(str((local_rank * threads + thread) % cores) for thread in range(threads))
+
+
 def bind_cpu(engine_args: dict[str, Any], cores: str) -> dict[str, Any]:
     """Bind the engine that this process is about to start to `cores` ("0,2"); returns its AsyncEngineArgs keywords.
 

@@ -13,12 +13,12 @@ import msgspec
 import ray
 from ray import serve
 
-from deployments.cpu_binding import bind_cpu
+from deployments.cpu_binding import bind_cpu, bound_cores
 from deployments.delta_link import DeltaSender
 from deployments.load_page import LoadPage
 from deployments.reports import ReportPublisher
 from deployments.serve_replica import is_stopping
-from deployments.settings import ReplicaSettings, bound_cores, live_settings, policy_spec
+from deployments.settings import ReplicaSettings, live_settings, policy_spec
 from deployments.wire import Outcome, Submit
 
 logger = logging.getLogger(f"ray.serve.{__name__}")

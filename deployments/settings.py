@@ -59,8 +59,3 @@ def live_settings(user_config: dict[str, Any]) -> tuple[dict[str, Any] | None, d
             raise PolicyError(f"user_config.{key} must be a mapping with the key `policy`, got {section!r}.", key)
         make_policy(registries[key], section)
     return user_config.get("scheduling"), user_config.get("balancing")
-
-
-def bound_cores(local_rank: int, threads: int, cores: int) -> str:
-    """Cores of the replica with this rank on its node, as vLLM's VLLM_CPU_OMP_THREADS_BIND wants them."""
-    return ",".join(str((local_rank * threads + thread) % cores) for thread in range(threads))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.settings import bound_cores, live_settings, make_policy, policy_spec
+from deployments.cpu_binding import bound_cores
+from deployments.settings import live_settings, make_policy, policy_spec
 from policies.balancing import BALANCING
 from policies.registry import PolicyError
 from policies.scheduling import SCHEDULING

@@ -60,6 +60,10 @@ class Probe:
         """Sum of one figure over the replicas that serve."""
         return sum(replica[figure] for replica in self.state().values() if replica["state"] == "serving")
 
+    def idle(self) -> bool:
+        """Whether nothing runs or waits."""
+        return self.total("running") == self.total("waiting") == self.total("queued_tokens") == 0
+
     def close(self) -> None:
         """End the child."""
         assert self._child.stdin is not None

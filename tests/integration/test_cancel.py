@@ -29,14 +29,9 @@ ENDLESS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
 def probe(fleet: Server) -> Iterator[Probe]:
     """A view into the fleet, idle at first."""
     made = Probe(fleet)
-    until(lambda: idle(made), 60, "an idle fleet")
+    until(made.idle, 60, "an idle fleet")
     yield made
     made.close()
-
-
-def idle(probe: Probe) -> bool:
-    """Whether nothing runs or waits."""
-    return probe.total("running") == probe.total("waiting") == probe.total("queued_tokens") == 0
 
 
 @contextmanager
@@ -78,7 +73,7 @@ def test_disconnect_frees_the_engine(fleet: Server, probe: Probe, path: str, bod
         if stream:
             read_pieces(connection, 4)
         until(lambda: probe.total("running") > 0, 60, "the request runs", every=0.02)
-    took = until(lambda: idle(probe), 60, "an idle engine", every=0.02)
+    took = until(probe.idle, 60, "an idle engine", every=0.02)
     assert took < FREED_WITHIN_S
     assert probe.total("free_blocks") == free
 
@@ -95,14 +90,14 @@ def test_disconnect_of_queued_requests(fleet: Server, probe: Probe) -> None:
         took = until(lambda: probe.total("waiting") == 0, 60, "an empty queue", every=0.02)
         assert took < FREED_WITHIN_S
         assert probe.total("running") == MAX_NUM_SEQS
-    until(lambda: idle(probe), 60, "an idle engine")
+    until(probe.idle, 60, "an idle engine")
 
 
 def test_stop_string_frees_the_engine(fleet: Server, probe: Probe) -> None:
     """A stop string is found at the ingress; the engine does not go on to max_tokens."""
     answer = ask(fleet.url, COMPLETIONS, complete(prompt="1, 2, 3, 4, 5,", stop=["9"], **ENDLESS))
     assert answer.body["choices"][0]["finish_reason"] == "stop"
-    until(lambda: idle(probe), FREED_WITHIN_S, "an idle engine")
+    until(probe.idle, FREED_WITHIN_S, "an idle engine")
 
 
 def test_disconnects_are_no_errors(fleet: Server) -> None:
@@ -127,5 +122,5 @@ def test_many_random_disconnects_leak_nothing(fleet: Server, probe: Probe) -> No
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(come_and_go, range(100)))
-    until(lambda: idle(probe), 60, "an idle engine")
+    until(probe.idle, 60, "an idle engine")
     assert probe.total("free_blocks") == free

@@ -32,14 +32,9 @@ WITHIN_STEPS = 12
 def probe(fleet: Server) -> Iterator[Probe]:
     """A view into the fleet, idle at first."""
     made = Probe(fleet)
-    until(lambda: idle(made), 60, "an idle fleet")
+    until(made.idle, 60, "an idle fleet")
     yield made
     made.close()
-
-
-def idle(probe: Probe) -> bool:
-    """Whether nothing runs or waits."""
-    return probe.total("running") == probe.total("waiting") == probe.total("queued_tokens") == 0
 
 
 @dataclass
@@ -155,13 +150,13 @@ def test_equals_do_not_displace_each_other_and_critical_displaces_background(fle
 @pytest.fixture
 def full_queue(fleet: Server, probe: Probe) -> Iterator[list[Stream]]:
     """A background request with so many sequences that every slot runs one and the ingress' queue is full."""
-    until(lambda: idle(probe), 60, "an idle fleet")
+    until(probe.idle, 60, "an idle fleet")
     sequences = MAX_NUM_SEQS + MAX_QUEUED
     body = complete(max_tokens=1500, ignore_eos=True, temperature=1, n=sequences)
     with streams(fleet, [body], BACKGROUND) as filler:
         until(lambda: probe.total("waiting") == MAX_QUEUED, 60, "a full queue")
         yield filler
-    until(lambda: idle(probe), 60, "an idle fleet")
+    until(probe.idle, 60, "an idle fleet")
 
 
 def test_a_full_queue_refuses_with_reason_and_wait(fleet: Server, full_queue: list[Stream]) -> None:
@@ -177,7 +172,7 @@ def test_a_full_queue_refuses_with_reason_and_wait(fleet: Server, full_queue: li
 
 def test_a_waiting_request_is_shed_for_a_higher_tier(fleet: Server, probe: Probe) -> None:
     """When the queue is full, a higher tier's request takes the place of one that waits in a lower tier."""
-    until(lambda: idle(probe), 60, "an idle fleet")
+    until(probe.idle, 60, "an idle fleet")
     endless = complete(max_tokens=1500, ignore_eos=True, temperature=1, n=MAX_NUM_SEQS)
     waiting = complete(max_tokens=1, temperature=1, n=MAX_QUEUED)
     with streams(fleet, [endless], STANDARD) as running:
@@ -193,7 +188,7 @@ def test_a_waiting_request_is_shed_for_a_higher_tier(fleet: Server, probe: Probe
             assert int(shed[0].headers["retry-after"]) >= 1
             assert shed[0].refusal["code"] == "shed"
         assert running[0].status == 200
-    until(lambda: idle(probe), 60, "an idle fleet")
+    until(probe.idle, 60, "an idle fleet")
 
 
 def test_the_openai_client_waits_as_told(fleet: Server, full_queue: list[Stream]) -> None:
