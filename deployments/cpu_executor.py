@@ -2,7 +2,7 @@
 
 vLLM puts the one worker of a CPU engine into a process of its own, and both spin while they wait for each other: two
 busy processes per engine. In one process an engine starts in two thirds of the time, and two engines on two cores
-together generated 1.1 to 1.5 times as many tokens (1 to 32 streams each, one run). vLLM insists on the other way because
+together generated 1.1 to 1.5 times as many tokens (1 to 32 streams, one run). vLLM insists on the other way because
 OpenMP's environment must be set before torch is loaded; deployments.cpu_binding does that.
 
 Private names, contract-tested: `UniProcExecutor._init_executor`, `distributed_executor_backend` as a dotted path.
