@@ -19,6 +19,7 @@ from policies.scheduling.capabilities import (
     BudgetsTokens,
     Follows,
     GatesAdmission,
+    HoldsBack,
     OrdersRunning,
     Preempts,
     PrefillsFirst,
@@ -28,7 +29,7 @@ from policies.types import SchedulerContext
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-_CAPABILITIES = (OrdersRunning, GatesAdmission, Preempts, Follows, BudgetsTokens, PrefillsFirst)
+_CAPABILITIES = (OrdersRunning, GatesAdmission, Preempts, HoldsBack, Follows, BudgetsTokens, PrefillsFirst)
 _ADMISSIBLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -46,11 +47,12 @@ class StepControl:
         self._orders = policy if isinstance(policy, OrdersRunning) else None
         self._gates = policy if isinstance(policy, GatesAdmission) else None
         self._preempts = policy if isinstance(policy, Preempts) else None
+        self._holds = policy if isinstance(policy, HoldsBack) else None
         self._follows = policy if isinstance(policy, Follows) else None
         self._budgets = policy if isinstance(policy, BudgetsTokens) else None
         self._prefills = policy if isinstance(policy, PrefillsFirst) else None
         self._barred: set[str] = set()  # preempted by choice in this step: not to be resumed in it
-        self._aside: list[Request] = []  # running, but out of vLLM's sight in a step of prompts
+        self._aside: list[Request] = []  # running, but out of vLLM's sight in this step
         self._whole = False  # only whole prompts may enter
         self._begun = False  # something got its blocks in this step
         self._fruitless = False  # the last step was to be one of prompts, and none could go
@@ -79,7 +81,12 @@ class StepControl:
         if self._budgets:
             scheduler.max_num_scheduled_tokens = max(1, min(budget, self._budgets.step_budget(self._context)))
         try:
-            output = self._apart(self._prefills, schedule) if self._prefills else schedule()
+            if self._prefills:
+                output = self._apart(self._prefills, schedule)
+            elif held := self._held_back():
+                output = self._without(held, schedule)
+            else:
+                output = schedule()
         finally:
             scheduler.max_num_scheduled_tokens = budget
         if self._follows:
@@ -119,6 +126,26 @@ class StepControl:
         )
         scheduler.waiting.begin_step(self._context)
 
+    def _held_back(self) -> set[Request]:
+        scheduler = self._scheduler
+        if self._holds is None or not scheduler.waiting or scheduler.pause_state != PauseState.UNPAUSED:
+            return set()
+        return set(self._holds.held_back(scheduler.waiting.peek_request(), scheduler.running, self._context))
+
+    def _without(self, held: set[Request], schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
+        """A step that some runners sit out; their seats stay theirs."""
+        scheduler = self._scheduler
+        seats = scheduler.max_num_active_reqs
+        self._aside = [request for request in scheduler.running if request in held]
+        scheduler.running = [request for request in scheduler.running if request not in held]
+        scheduler.max_num_active_reqs = seats - len(self._aside)
+        try:
+            return schedule()
+        finally:
+            scheduler.max_num_active_reqs = seats
+            scheduler.running += self._aside
+            self._aside = []
+
     def _apart(self, policy: PrefillsFirst, schedule: Callable[[], SchedulerOutput]) -> SchedulerOutput:
         """A step of prompts or one without admissions. Source: vLLM v0's `Scheduler._schedule_default`.
 
@@ -134,7 +161,9 @@ class StepControl:
             scheduler.running = partly
             scheduler.max_num_active_reqs = seats - len(self._aside)
         else:
-            scheduler.max_num_active_reqs = 0
+            # Moved here with its KV, a request is a decode like the others.
+            moved = sum(request.status in _ADMISSIBLE for request in scheduler.kv_holding_waiting)
+            scheduler.max_num_active_reqs = min(seats, len(running) + moved) if moved else 0
         self._whole, self._begun = prompts, False
         try:
             output = schedule()
@@ -155,13 +184,14 @@ class StepControl:
             for queue in (scheduler.kv_holding_waiting, scheduler.waiting)
             for request in queue
             if scheduler._handle_blocked_waiting_request(request)
+            and not request.num_computed_tokens
             and (not request.num_stale_output_tokens or request.drop_stale_output)
         ]
         return bool(ready) and policy.admits_now(ready, self._context)
 
     def _allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         assert self._inner is not None
-        if request.status in _ADMISSIBLE:
+        if request.status in _ADMISSIBLE and not request.num_computed_tokens:  # what brings its KV is let in
             if request.request_id in self._barred:
                 return None
             if self._whole and self._begun:

@@ -43,6 +43,14 @@ class Preempts(Protocol):
 
 
 @runtime_checkable
+class HoldsBack(Protocol):
+    """Leaves runners out of a step so that its tokens go to the head of the queue; they keep their place and KV."""
+
+    def held_back(self, head: Request, running: Sequence[Request], ctx: SchedulerContext) -> Sequence[Request]:
+        """Runners, all from `running`, that get nothing in this step. Called only while something waits."""
+
+
+@runtime_checkable
 class Follows(Protocol):
     """Hears what became of its requests."""
 

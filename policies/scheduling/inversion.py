@@ -45,6 +45,17 @@ def displaced(
     return gone
 
 
+def in_the_way(head: Request, running: Sequence[R], tier_of: Mapping[str, int], ctx: SchedulerContext) -> list[R]:
+    """Runners of lower tiers that are still in their prompts, if the head of the queue can enter in this step.
+
+    Their chunks would come first: an engine gives a step's tokens to those that run already before it admits.
+    """
+    if len(running) >= ctx.max_num_seqs or ctx.blocks(head.num_tokens) > ctx.free_blocks:
+        return []
+    in_prompt = (runner for runner in running if runner.num_tokens - runner.num_computed_tokens > 1)
+    return [runner for runner in in_prompt if tier_of.get(runner.request_id, -1) > head.priority]
+
+
 def _make_way(
     request: R,
     batch: Sequence[R],

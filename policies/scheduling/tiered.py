@@ -13,7 +13,7 @@ from itertools import takewhile
 from policies.predictors import LengthPredictor
 from policies.scheduling import SchedulingPolicy
 from policies.scheduling.capabilities import Follows, GatesAdmission, OrdersRunning, Preempts
-from policies.scheduling.inversion import blocks_of, displaced, without
+from policies.scheduling.inversion import blocks_of, displaced, in_the_way, without
 from policies.tiers import Tiers
 from policies.types import Request, SchedulerContext
 
@@ -35,9 +35,9 @@ class Tiered:
 
     Time spent running is not waiting. A request of tier p counts for the highest tier once it has waited
     p * aging_s[p] (noticed min(aging_s) / 16 later at most). The policy's own preemptions happen within the tier at
-    the head of the queue only; across tiers runners make way as `inversion.displaced` says, compared by the tier that
-    they counted for when admitted: what was lifted to a tier is safe from it, and nothing is lifted by running.
-    Gate, budget and prefill-first of the policy are passed through where it has them.
+    the head of the queue only; across tiers runners make way as inversion.py says, compared by the tier that they
+    counted for when admitted: what was lifted to a tier is safe from it, and nothing is lifted by running. The policy's
+    gate, budget and prefill-first are passed through.
     """
 
     reorders = True
@@ -58,7 +58,6 @@ class Tiered:
 
     @property
     def predictor(self) -> LengthPredictor | None:
-        """The policy's, if it has one."""
         return getattr(self.policy, "predictor", None)
 
     def take_over(self, before: Tiered) -> None:
@@ -118,8 +117,13 @@ class Tiered:
         self, waiting: Sequence[Request], running: Sequence[Request], ctx: SchedulerContext
     ) -> Sequence[Request]:
         """Runners of lower tiers that keep requests at the head of the queue out; a coordinator may move them away."""
-        tier_of = {name: stay.tier for name, stay in self._stays.items()}
-        return displaced(waiting, running, tier_of, self._gate, ctx)
+        return displaced(waiting, running, self._tier_of(), self._gate, ctx)
+
+    def held_back(self, head: Request, running: Sequence[Request], ctx: SchedulerContext) -> Sequence[Request]:
+        return in_the_way(head, running, self._tier_of(), ctx)
+
+    def _tier_of(self) -> dict[str, int]:
+        return {name: stay.tier for name, stay in self._stays.items()}
 
     def _within_tier(
         self, policy: Preempts, waiting: Sequence[Request], running: Sequence[Request], ctx: SchedulerContext

@@ -15,7 +15,7 @@ from deployments.scheduler import make_policy
 from policies.scheduling import FCFS
 from policies.types import Request, SchedulerContext
 
-from .scheduler_rig import Driver, request, scheduler, trace
+from .scheduler_rig import Driver, request, scheduler, tier_spec, trace
 
 BOTH = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 
@@ -258,3 +258,17 @@ def test_policies_follow_one_another_without_a_trace(async_scheduling: bool) -> 
     engine.use_policy(FCFS())
     assert engine._control is None
     assert engine.kv_cache_manager.allocate_slots.__func__ is KVCacheManager.allocate_slots
+
+
+@BOTH
+def test_a_higher_tier_need_not_wait_for_the_prompts_of_a_lower_one(async_scheduling: bool) -> None:
+    """With a long background prompt half computed, a critical one gets the whole next step, and nothing is lost."""
+    engine = scheduler({"name": "fcfs"}, async_scheduling, tiers=tier_spec(None, None))
+    driver = Driver(engine, async_scheduling, step_s=1.0)
+    arrivals = [(0, request("low", 700, 4, tier=1)), (1, request("top", 256, 4, arrival=1.0))]
+    for _ in driver.steps(arrivals):
+        driver.step()
+    assert driver.plan[0] == {"low": 256}
+    assert driver.plan[1] == {"top": 256}
+    assert engine.preemptions == 0
+    assert_all_done(driver, arrivals)

@@ -16,11 +16,12 @@ from policies.scheduling.capabilities import (
     BudgetsTokens,
     Follows,
     GatesAdmission,
+    HoldsBack,
     OrdersRunning,
     Preempts,
     PrefillsFirst,
 )
-from policies.scheduling.inversion import blocks_of, displaced, without
+from policies.scheduling.inversion import blocks_of, displaced, in_the_way, without
 from policies.scheduling.tiered import TICKS, Tiered
 from policies.tiers import Tiers
 from policies.types import SchedulerContext
@@ -43,7 +44,7 @@ def test_the_wrapper_can_what_the_policy_can(policy: str) -> None:
     tiered = Tiered(inner, AGING)
     for capability in (GatesAdmission, BudgetsTokens, PrefillsFirst):
         assert isinstance(tiered, capability) == isinstance(inner, capability)
-    assert all(isinstance(tiered, capability) for capability in (OrdersRunning, Preempts, Follows))
+    assert all(isinstance(tiered, capability) for capability in (OrdersRunning, Preempts, HoldsBack, Follows))
     assert (tiered.name, tiered.reorders) == (policy, True)
 
 
@@ -223,3 +224,17 @@ def test_a_new_policy_takes_over_what_the_tiers_knew() -> None:
     later = replace(ctx, now=NOW + 505)
     assert after.running_key(lifted, later)[0] == 1
     assert after.effective(ran, later) == 3
+
+
+def test_prompts_of_lower_tiers_are_held_back_for_a_head_that_can_enter() -> None:
+    """Only runners of lower tiers that are still in their prompts; nobody if the head finds no slot or no blocks."""
+    batch = [
+        running("decoding", 100, priority=3),
+        replace(running("in-prompt", 100, priority=3), num_computed_tokens=40),
+        replace(running("equal", 100, priority=1), num_computed_tokens=40),
+    ]
+    tier_of = {r.request_id: r.priority for r in batch}
+    head = waiting("head", tier=1)
+    assert [r.request_id for r in in_the_way(head, batch, tier_of, context(1, run=3, seqs=4))] == ["in-prompt"]
+    assert in_the_way(head, batch, tier_of, context(1, run=3, seqs=3)) == []
+    assert in_the_way(head, batch, tier_of, context(1, run=3, seqs=4, free=1)) == []
