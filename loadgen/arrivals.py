@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Times = npt.NDArray[np.float64]
+Curve = list[tuple[float, float]]  # [(duration s, rate requests/s), ...]
 EVEN = 1e-3  # below this the gamma's shape grows beyond what floats can draw, and no figure would show it
 
 
@@ -43,7 +44,7 @@ def burst(
     return under_rate(n, [(start, rate), (seconds, peak), (math.inf, rate)], rng, cv=cv)
 
 
-def under_rate(n: int, curve: list[tuple[float, float]], rng: np.random.Generator, cv: float = 1.0) -> Times:
+def under_rate(n: int, curve: Curve, rng: np.random.Generator, cv: float = 1.0) -> Times:
     """n arrivals under a piecewise constant rate: `curve` is [(duration s, rate requests/s), ...].
 
     The last piece must last for ever (duration `inf`) and have a rate above 0, so that every request arrives.
@@ -66,8 +67,83 @@ def under_rate(n: int, curve: list[tuple[float, float]], rng: np.random.Generato
     return times
 
 
+def drifting(
+    n: int,
+    mean: float,
+    spread: float,
+    step: float,
+    memory: float,
+    low: float,
+    high: float,
+    rng: np.random.Generator,
+    cv: float = 1.0,
+) -> Curve:
+    """A rate that wanders: the logarithm is an AR(1) process over pieces of `step` seconds.
+
+    `spread` is the rate's coefficient of variation, `memory` (0 to below 1) its correlation from one piece to the next;
+    the rate is cut to [low, high] and then scaled to `mean` over the pieces that n arrivals need. `cv` is that of the
+    gaps which the curve is for: it must last until they have all come.
+    """
+    sigma = math.sqrt(math.log1p(spread * spread))
+    # Cutting may lower the mean, by at most low/mean: enough pieces even then.
+    pieces = math.ceil(_enough(n, cv) / (step * min(mean, max(low, mean / 4)))) + 1
+    noise = rng.normal(0.0, sigma, pieces)
+    state = np.empty(pieces)
+    state[0] = noise[0]
+    for i in range(1, pieces):
+        state[i] = memory * state[i - 1] + math.sqrt(1.0 - memory * memory) * noise[i]
+    rates = np.clip(mean * np.exp(state - sigma * sigma / 2), low, high)
+    used = int(np.searchsorted(np.cumsum(rates) * step, n)) + 1
+    rates *= mean / rates[:used].mean()
+    return [*((step, float(rate)) for rate in rates), (math.inf, mean)]
+
+
+def on_off(
+    n: int, peak: float, on: float, on_spread: float, off: float, off_spread: float, rng: np.random.Generator
+) -> Curve:
+    """Bursts at `peak` requests/s and silence between them, in turn.
+
+    A burst lasts `on` seconds on average, lognormal, a silence `off`, gamma, each with the coefficient of variation
+    given.
+    """
+    bursts = math.ceil(2 * _enough(n, 1.0) / (peak * on)) + 10
+    sigma = math.sqrt(math.log1p(on_spread * on_spread))
+    lasting = rng.lognormal(math.log(on) - sigma * sigma / 2, sigma, bursts)
+    silent = off * unit_gaps(bursts, off_spread, rng)
+    pieces = [piece for o, s in zip(lasting, silent, strict=True) for piece in ((float(o), peak), (float(s), 0.0))]
+    return [*pieces, (math.inf, peak)]
+
+
+def ramp(first: float, last: float, seconds: float, step: float = 1.0) -> Curve:
+    """From rate `first` to `last` in `seconds`, in steps, and then `last` for ever."""
+    pieces = max(1, round(seconds / step))
+    rates = first + (last - first) * (np.arange(pieces) + 0.5) / pieces
+    return [*((seconds / pieces, float(rate)) for rate in rates), (math.inf, last)]
+
+
+def square(n: int, low: float, high: float, period: float, duty: float, cv: float = 1.0) -> Curve:
+    """A square wave: the share `duty` of each `period` (s) at rate `high`, the rest at `low`, high first."""
+    periods = math.ceil(_enough(n, cv) / (period * (duty * high + (1 - duty) * low))) + 1
+    return [*([(period * duty, high), (period * (1 - duty), low)] * periods), (math.inf, high)]
+
+
+def _enough(n: int, cv: float) -> float:
+    """More expected requests than the gaps of n arrivals add up to, almost surely."""
+    return n + 6.0 * max(1.0, cv) * math.sqrt(n) + 10.0
+
+
 def dispersion(times: Times, window: float) -> float:
-    """Index of dispersion: variance over mean of the counts in windows of `window` seconds (1 for Poisson)."""
-    edges = np.arange(0.0, float(times[-1]) + window, window)
-    counts, _ = np.histogram(times, edges)
-    return float(counts[:-1].var() / counts[:-1].mean())
+    """Index of dispersion: variance over mean of the counts in windows of `window` seconds (1 for Poisson).
+
+    Windows begin at 0 and the last, cut one is left out; nan if that leaves fewer than two.
+    """
+    counts = counts_in(times, window)
+    return float(counts.var() / counts.mean()) if len(counts) > 1 and counts.any() else math.nan
+
+
+def counts_in(times: Times, window: float) -> npt.NDArray[np.int64]:
+    """Arrivals in each whole window of `window` seconds, beginning at 0."""
+    if not len(times):
+        return np.zeros(0, np.int64)
+    counts: npt.NDArray[np.int64] = np.bincount((np.asarray(times) / window).astype(np.int64))
+    return counts[:-1]

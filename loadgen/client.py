@@ -3,43 +3,192 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
+import msgspec
 
 from loadgen.metrics import RequestRecord
 
-DATA = b"data: "
-DONE = b"data: [DONE]"
 REASON = "x-tidegate-reason"  # why the fleet refused a request, for machines
+CONSTRAINED = {"response_format", "structured_outputs", "tool_choice"}  # fields that bind an answer to a grammar
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to ask: chat text and the number of tokens to answer with (forced: end-of-sequence is ignored).
+    """What to ask: text and the number of tokens to answer with (forced: end-of-sequence is ignored; 0: not forced).
 
-    `headers` and `body` are added to those of the request, `X-Vllm-Priority` or `priority` say.
+    `headers` and `body` are added to those of the request, `X-Vllm-Priority` or `priority` say. `path` is where it
+    goes, chat or completions; a body with `messages` or `prompt` of its own needs no text.
     """
 
     text: str
     output_len: int
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Mapping[str, Any] = field(default_factory=dict)
+    path: str = CHAT
+
+    def request(self, model: str) -> dict[str, Any]:
+        """The JSON body of the HTTP request."""
+        body: dict[str, Any] = {"model": model, "temperature": 0, "stream": True}
+        if self.path == CHAT:
+            body["messages"] = [{"role": "user", "content": self.text}]
+        else:
+            body["prompt"] = self.text
+        if self.output_len:
+            # A grammar ends by itself: engines fail when they are made to go on after it (vLLM issue 37506).
+            body |= {"max_tokens": self.output_len, "ignore_eos": not CONSTRAINED & self.body.keys()}
+        return {**body, "stream_options": {"include_usage": True}, **self.body}
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class Answer:
+    """The stream of one answer, as it comes: pieces of text, when each came, what it counts."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.usage = _Usage()
+        self.finished = False
+        self._rest = b""
+
+    def take(self, chunk: bytes, now: float) -> str:
+        """Take in bytes of the stream that came at `now`; returns what the server says went wrong, if it does."""
+        for data in self._events(chunk):
+            if data == b"[DONE]":
+                self.finished = True
+                continue
+            try:
+                event = _decode(data)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                return f"an event that is not understood: {error}: {data[:100]!r}"
+            if problem := self._event(event, now):
+                return problem
+        return ""
+
+    def take_object(self, chunk: Any, now: float) -> str:
+        """The same for an event that comes as a Python object."""
+        try:
+            return self._event(msgspec.convert(chunk, _Event), now)
+        except msgspec.ValidationError as error:
+            return f"an event that is not understood: {error}: {str(chunk)[:100]}"
+
+    def _event(self, event: _Event, now: float) -> str:
+        if event.error:
+            return str(event.error)[:200]
+        if event.usage is not None:
+            self.usage = event.usage
+        for choice in event.choices:
+            self._add(choice, now)
+        return ""
+
+    def record(
+        self, due: float, sent: float, problem: str, status: int, reason: str = "", wait: str = "", left: str = ""
+    ) -> RequestRecord:
+        """What became of the request; an answer without its end or without a token is a failed one."""
+        if not problem and not (self.finished and self.times):
+            problem = "the stream ended without [DONE] or without a token"
+        return RequestRecord(
+            due,
+            sent,
+            self.usage.prompt_tokens,
+            self.usage.completion_tokens or len(self.token_ids) or len(self.times),
+            self.times[0] - due if self.times else 0.0,
+            self.times[-1] - due if self.times else 0.0,
+            error=problem,
+            status=status,
+            reason=reason,
+            retry_after=float(wait) if wait.isdecimal() else None,
+            times=tuple(self.times),
+            text="".join(self.pieces),
+            token_ids=tuple(self.token_ids),
+            left=left,
+        )
+
+    def _events(self, chunk: bytes) -> Iterator[bytes]:
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+    def _add(self, choice: _Choice, now: float) -> None:
+        delta = choice.delta
+        text = choice.text if delta is None else delta.content or delta.reasoning or delta.reasoning_content
+        if text:
+            self.pieces.append(text)
+        if choice.token_ids:
+            self.token_ids += choice.token_ids
+        if text or choice.token_ids or (delta is not None and delta.tool_calls):
+            self.times.append(now)
+
+
+class Client(Protocol):
+    """Something that asks a server: over HTTP, or by a Python handle."""
+
+    async def ask(
+        self,
+        prompt: Prompt,
+        t0: float,
+        due: float | None = None,
+        leave_at: float | None = None,
+        why: str = "cancelled",
+        started: Callable[[], None] | None = None,
+    ) -> RequestRecord:
+        """Send one request and read its answer to the end; see StreamingClient."""
+        ...
+
+    def leave_all(self) -> None:
+        """Leave all requests that are open now."""
+        ...
 
 
 class StreamingClient:
-    """Sends streamed chat requests to one server over kept-alive connections."""
+    """Sends streamed requests to one server over kept-alive connections."""
 
-    def __init__(self, base_url: str, model: str, timeout_s: float = 300.0) -> None:
-        self._url = f"{base_url}/v1/chat/completions"
+    def __init__(
+        self, base_url: str, model: str, timeout_s: float = 300.0, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._base = base_url
         self._model = model
+        self._timeout_s = timeout_s
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=timeout_s)
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),  # ours costs once a request, aiohttp's at every chunk
+            headers=headers,
+            json_serialize=lambda body: msgspec.json.encode(body).decode(),
         )
+        self._open: set[asyncio.Timeout] = set()
 
     async def __aenter__(self) -> StreamingClient:
         return self
@@ -47,77 +196,70 @@ class StreamingClient:
     async def __aexit__(self, *exc: object) -> None:
         await self._session.close()
 
-    async def ask(self, prompt: Prompt, t0: float, due: float | None = None) -> RequestRecord:
+    async def ask(
+        self,
+        prompt: Prompt,
+        t0: float,
+        due: float | None = None,
+        leave_at: float | None = None,
+        why: str = "cancelled",
+        started: Callable[[], None] | None = None,
+    ) -> RequestRecord:
         """Send one request and read it to its end; times are `time.perf_counter()` seconds since `t0`.
 
-        `due`: when the plan wanted it sent, default now. What fails is told in the record's `error`.
+        `due`: when the plan wanted it sent, default now. At `leave_at` the connection is closed, for the reason `why`.
+        `started` is called at the first token. What fails is told in the record's `error`.
         """
-        body = {
-            "model": self._model,
-            "messages": [{"role": "user", "content": prompt.text}],
-            "max_tokens": prompt.output_len,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **prompt.body,
-        }
         sent = time.perf_counter() - t0
         due = sent if due is None else due
-        first, usage, finished = 0.0, {"prompt_tokens": 0, "completion_tokens": 0}, False
-        last = sent
-        status = 0
+        answer = Answer()
+        headers: Mapping[str, str] = {}
+        status, problem, left = 0, "", ""
+        patience = self._timeout_s if leave_at is None else min(self._timeout_s, max(0.0, leave_at - sent))
+        limit = asyncio.timeout(patience)
+        self._open.add(limit)
         try:
-            async with self._session.post(self._url, json=body, headers=prompt.headers) as response:
-                status = response.status
+            async with (
+                limit,
+                self._session.post(
+                    self._base + prompt.path, json=prompt.request(self._model), headers=prompt.headers
+                ) as response,
+            ):
+                status, headers = response.status, response.headers
                 if status != 200:
-                    text = (await response.text())[:200]
-                    return _failed(due, sent, f"status {status}: {text}", status, response.headers)
-                async for line in response.content:
-                    if not line.startswith(DATA):
-                        continue
-                    if line.startswith(DONE):
-                        finished = True
-                        break
-                    # Only two kinds of line are parsed: reading every one would double the client's cost.
-                    if not first and has_text(line):
-                        first = time.perf_counter() - t0
-                    if b'"usage":{' in line or b'"error"' in line:
-                        event = json.loads(line[len(DATA) :])
-                        if "error" in event:
-                            return _failed(due, sent, str(event["error"])[:200], status)
-                        usage = event.get("usage") or usage
-                    last = time.perf_counter() - t0
-        except (TimeoutError, aiohttp.ClientError) as e:
-            return _failed(due, sent, f"{type(e).__name__}: {e}", status)
-        if not (finished and first):
-            return _failed(due, sent, "the stream ended without [DONE] or without a token", status)
-        tokens_in, tokens_out = usage["prompt_tokens"], usage["completion_tokens"]
-        return RequestRecord(due, sent, tokens_in, tokens_out, first - due, last - due, status=status)
+                    problem = f"status {status}: {(await response.text())[:200]}"
+                else:
+                    problem = await _read(response.content, answer, t0, started)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            # A ValueError is a header that HTTP does not allow: this request fails, not the run.
+            problem = f"{type(error).__name__}: {error}"
+            if answer.finished:
+                problem = ""
+            elif limit.expired() and patience == self._timeout_s <= time.perf_counter() - t0 - sent:
+                problem = f"TimeoutError: no end after {patience:g} s"
+            elif limit.expired():
+                left = problem = why
+        finally:
+            self._open.discard(limit)
+        told = headers if problem else {}
+        return answer.record(due, sent, problem, status, told.get(REASON, ""), told.get("Retry-After", ""), left)
+
+    def leave_all(self) -> None:
+        """Close the connections of all requests that are open now."""
+        now = asyncio.get_running_loop().time()
+        for limit in self._open:
+            limit.reschedule(now)
 
 
-def has_text(line: bytes) -> bool:
-    """Whether an event line of a chat stream carries answer text (the first one only says who speaks)."""
-    return b'"content":"' in line and b'"content":""' not in line
-
-
-def _failed(
-    due: float, sent: float, why: str, status: int = 0, headers: Mapping[str, str] | None = None
-) -> RequestRecord:
-    headers = headers or {}
-    reason, wait = headers.get(REASON, ""), headers.get("Retry-After", "")
-    return RequestRecord(
-        due,
-        sent,
-        0,
-        0,
-        0.0,
-        0.0,
-        error=why or "no reason given",
-        status=status,
-        reason=reason,
-        retry_after=float(wait) if wait.isdecimal() else None,
-    )
+async def _read(stream: aiohttp.StreamReader, answer: Answer, t0: float, started: Callable[[], None] | None) -> str:
+    async for chunk in stream.iter_any():
+        problem = answer.take(chunk, time.perf_counter() - t0)
+        if started is not None and answer.times:
+            started()
+            started = None
+        if problem:
+            return problem
+    return ""  # read to the end of the body, not only to [DONE]: the connection can be used again
 
 
 async def closed_loop(client: StreamingClient, prompts: Sequence[Prompt], streams: int) -> list[RequestRecord]:

@@ -54,13 +54,20 @@ class LengthTable:
         One factor for both keeps the prefill:decode ratio (chat 5.5:1, code 73:1), which cutting the prompts would
         not. The few that still do not fit lose prompt tokens.
         """
-        if context < 2:
-            raise ValueError(f"context: {context} tokens cannot hold a prompt and an answer; give at least 2")
-        prompts, answers = self.sample(n, rng)
-        factor = min(1.0, context / TRACE_CONTEXT)
-        prompts, answers = _whole(prompts * factor), _whole(answers * factor)
-        answers = np.minimum(answers, context - 1)
-        return np.minimum(prompts, context - answers), answers
+        return fit(*self.sample(n, rng), context, TRACE_CONTEXT)
+
+
+def fit(prompts: IntArray, answers: IntArray, context: int, native: int) -> tuple[IntArray, IntArray]:
+    """Lengths that were meant for a window of `native` tokens, for one of `context`: both sides times context/native.
+
+    Never enlarged. The few that still do not fit lose prompt tokens, and answers longer than the window lose theirs.
+    """
+    if context < 2:
+        raise ValueError(f"context: {context} tokens cannot hold a prompt and an answer; give at least 2")
+    factor = min(1.0, context / native)
+    prompts, answers = _whole(prompts * factor), _whole(answers * factor)
+    answers = np.minimum(answers, context - 1)
+    return np.minimum(prompts, context - answers), answers
 
 
 def _whole(lengths: npt.NDArray[Any]) -> IntArray:

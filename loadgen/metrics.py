@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 
 PERCENTILES = (50, 90, 95, 99)
+OUTCOMES = ("ok", "shed", "error", "cut", "cancelled", "unfinished")
+REFUSED = (429, 503, 529)  # statuses by which servers turn requests away: queue full, over a limit, nobody there
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,9 @@ class RequestRecord:
     `due`: when the load plan wanted it sent, and `sent`: when the client sent it (both since the start of the run);
     `ttft` and `latency` (to the last token) count from `due`, so that a late client cannot flatter the server.
     `status` is the HTTP status (0: no answer); of a refusal `reason` is the server's machine-readable one, and
-    `retry_after` the seconds that it asks to wait.
+    `retry_after` the seconds that it asks to wait. `times`: when each piece of the answer came, since the start of the
+    run; `text` and, where the server tells them, `token_ids` are the answer. `left` is why the client did not wait for
+    the end, `cancelled` or `unfinished`, if it did not.
     """
 
     due: float
@@ -31,6 +36,31 @@ class RequestRecord:
     status: int = 0
     reason: str = ""
     retry_after: float | None = None
+    times: tuple[float, ...] = ()
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    left: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, one of OUTCOMES.
+
+        `ok`: to its end. `shed`: the server turned it away (429, 503). `cut`: the answer broke off after its first
+        token. `error`: it failed before. `cancelled`: the client left, as planned. `unfinished`: the deadline or the
+        end of the run came first.
+        """
+        if self.left:
+            return self.left
+        if not self.error:
+            return "ok"
+        if self.status in REFUSED:
+            return "shed"
+        return "cut" if self.times else "error"
+
+    @property
+    def itls(self) -> list[float]:
+        """Inter-token latencies: seconds between pieces of the answer."""
+        return [b - a for a, b in itertools.pairwise(self.times)]
 
     @property
     def tgt(self) -> float:
@@ -66,13 +96,15 @@ def summarise(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "ttft_ms": [r.ttft * 1e3 for r in done],
         "tpot_ms": [r.tgt * 1e3 / (r.output_len - 1) for r in done if r.output_len > 1],
         "e2el_ms": [r.latency * 1e3 for r in done],
-        "normalized_ttft_ms": [r.ttft * 1e3 / r.prompt_len for r in done],
+        "itl_ms": [itl * 1e3 for r in done for itl in r.itls],
+        "normalized_ttft_ms": [r.ttft * 1e3 / r.prompt_len for r in done if r.prompt_len],
         "tgt_s": [r.tgt for r in done],
         "queue_time_s": [r.sent - r.due for r in done],
     }
     for name, values in series.items():
         figures[f"mean_{name}"] = float(np.mean(values)) if values else float("nan")
         figures[f"median_{name}"] = percentile(values, 50)
+        figures[f"std_{name}"] = float(np.std(values)) if values else float("nan")
         figures.update({f"p{p}_{name}": percentile(values, p) for p in PERCENTILES})
     return figures
 

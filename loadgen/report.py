@@ -79,10 +79,11 @@ class Stamp:
             "load_average_before": list(os.getloadavg()),
         }
 
-    def write(self, figures: dict[str, Any], path: Path | None = None) -> Path:
+    def write(self, figures: dict[str, Any], path: Path | None = None, digits: int = 5) -> Path:
         """Write conditions and figures as JSON to `path` (default results/NAME.json) and return the path.
 
-        Written beside and moved in place: an interrupted run leaves the old result whole.
+        Floats are cut to `digits` significant ones. Written beside and moved in place: an interrupted run leaves the
+        old result whole.
         """
         path = path or RESULTS / f"{self._name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +94,7 @@ class Stamp:
             **figures,
         }
         partial = path.with_name(path.name + ".part")
-        partial.write_text(json.dumps(rounded(result), indent=1) + "\n")
+        partial.write_text(json.dumps(rounded(result, digits), indent=1) + "\n")
         partial.replace(path)
         return path
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from loadgen.client import Prompt, StreamingClient, closed_loop, open_loop
+from loadgen.client import COMPLETIONS, Answer, Prompt, StreamingClient, closed_loop, open_loop
 from loadgen.metrics import RequestRecord
 
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}],"usage":null}\n\n'
@@ -108,6 +108,49 @@ def test_headers_and_body_of_a_prompt_are_sent() -> None:
     assert header == "3"
     assert body["priority"] == 1
     assert body["max_tokens"] == 2
+
+
+def test_what_is_forced_on_an_answer() -> None:
+    """The length is forced, but not beyond the end of a grammar; 0 forces nothing; a body of its own is kept."""
+    assert Prompt("x", 2).request("m")["ignore_eos"] is True
+    assert Prompt("x", 2, body={"response_format": {}}).request("m")["ignore_eos"] is False
+    assert "max_tokens" not in Prompt("x", 0).request("m")
+    own = {"messages": [{"role": "user", "content": "y"}], "temperature": 1}
+    asked = Prompt("", 2, body=own).request("m")
+    assert (asked["messages"], asked["temperature"]) == (own["messages"], 1)
+    assert Prompt("x", 2, path=COMPLETIONS).request("m")["prompt"] == "x"
+
+
+def test_pieces_of_an_answer() -> None:
+    """Chunks may end anywhere; reasoning, tool calls and token ids are pieces too; comments and blanks are nothing."""
+    answer = Answer()
+    stream = (
+        b': ping\n\ndata: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\r\n\r\n'
+        b'data:{"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}\n\n'
+        b'data: {"choices":[{"text":"","token_ids":[5,6]}]}\n\ndata: {"choices":[{"text":"\xc3\xa9"}]}\n\n' + DONE
+    )
+    for i in range(0, len(stream), 7):
+        assert answer.take(stream[i : i + 7], float(i)) == ""
+    assert ("".join(answer.pieces), answer.token_ids, len(answer.times)) == ("hm\u00e9", [5, 6], 4)
+    assert answer.finished
+    assert answer.times == sorted(answer.times)
+    assert "not understood" in Answer().take(b'data: {"choices": 3}\n', 0.0)
+    assert "not understood" in Answer().take_object({"choices": 3}, 0.0)
+
+
+def test_a_silent_server_is_a_failure() -> None:
+    """A request that has no end within the client's patience fails; it is not taken for one that the client left."""
+
+    async def one() -> RequestRecord:
+        async with (
+            serving(ROLE, TOKEN, *[b": wait\n\n"] * 100) as server,
+            StreamingClient(server._base, "m", timeout_s=10 * PAUSE) as client,
+        ):
+            return await client.ask(Prompt("x", 2), 0.0)
+
+    record = asyncio.run(one())
+    assert "TimeoutError" in record.error
+    assert (record.outcome, record.left) == ("cut", "")
 
 
 def test_no_server_is_a_failure_not_a_crash() -> None:
