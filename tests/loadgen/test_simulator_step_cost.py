@@ -1,0 +1,97 @@
+"""Step times: roofline figures that can be worked out by hand, and what must hold whatever the constants."""
+
+import pytest
+
+from loadgen.simulator.hardware import DEVICES, MODELS, Model, kv_blocks, named
+from loadgen.simulator.step_cost import HOST_PER_REQUEST_S, HOST_S, Fitted, Roofline, Step
+
+LLAMA = MODELS["llama-3-8b"]
+ONE_DECODE = Step(decodes=1, context_tokens=1)
+
+
+def test_sizes_of_the_models() -> None:
+    """Weights and KV bytes per token are those of the published models: 8.0, 70.6, 7.6 and 0.135 billion weights."""
+    billions = {name: round(model.weight_bytes / 2e9, 3) for name, model in MODELS.items()}
+    assert billions == {"llama-3-8b": 8.03, "llama-3-70b": 70.552, "qwen2.5-7b": 7.615, "smollm2-135m": 0.134}
+    assert {name: model.kv_bytes for name, model in MODELS.items()} == {
+        "llama-3-8b": 128 * 1024,
+        "llama-3-70b": 320 * 1024,
+        "qwen2.5-7b": 56 * 1024,
+        "smollm2-135m": 22.5 * 1024,
+    }
+
+
+def test_kv_cache_of_known_deployments() -> None:
+    """Llama-3-8B leaves an A100-40G 156 thousand tokens; 70B needs two H100s and gets 28 thousand."""
+    assert kv_blocks(LLAMA, DEVICES["a100-40g"]) == 9750
+    assert kv_blocks(MODELS["llama-3-70b"], DEVICES["h100-80g"], tp=2) == 1758
+    assert kv_blocks(LLAMA, DEVICES["a100-40g"], block_size=32) == 4875
+
+
+def test_model_that_does_not_fit() -> None:
+    """A model too large for its devices is refused with the option that helps."""
+    with pytest.raises(ValueError, match="--tp"):
+        kv_blocks(MODELS["llama-3-70b"], DEVICES["h100-80g"])
+
+
+def test_unknown_names_list_the_choices() -> None:
+    """A device or model that is not in the tables is refused with those that are."""
+    with pytest.raises(ValueError, match=r"device: there is no 'b200'; choose one of a100-40g, "):
+        named("device", DEVICES, "b200")
+
+
+def test_one_decode_is_the_weights_through_memory() -> None:
+    """Batch 1 on A100-40G: 15.0 GB of weights at 75 % of 1.555 TB/s, 1 ms host, 30 us a layer, 8 us a request."""
+    weights = 2 * (LLAMA.linear_parameters + LLAMA.head_parameters) / (0.75 * 1.555e12)
+    seconds = Roofline(LLAMA, DEVICES["a100-40g"]).seconds(ONE_DECODE)
+    overhead = HOST_S + 32 * 30e-6 + HOST_PER_REQUEST_S
+    assert weights == pytest.approx(0.01287, rel=1e-3)
+    assert seconds == pytest.approx(weights + overhead, rel=0.01)
+
+
+def test_long_prompt_is_compute() -> None:
+    """A chunk of 8192 tokens takes its FLOPs at 65 % of the peak, and attention at 40 %, within the knee's softness."""
+    step = Step(prefill_tokens=8192, prefill_requests=1, attention=8192 * 4096)
+    linear = 2 * LLAMA.linear_parameters * 8192 / (0.65 * 312e12)
+    attention = 4 * 32 * 32 * 128 * 8192 * 4096 / (0.4 * 312e12)
+    seconds = Roofline(LLAMA, DEVICES["a100-40g"]).seconds(step)
+    assert linear + attention < seconds < 1.05 * (linear + attention)
+
+
+def test_context_costs_its_bytes() -> None:
+    """A hundred thousand more KV tokens cost their bytes over the reachable bandwidth."""
+    cost = Roofline(LLAMA, DEVICES["h100-80g"])
+    more = cost.seconds(Step(decodes=64, context_tokens=164_000)) - cost.seconds(
+        Step(decodes=64, context_tokens=64_000)
+    )
+    assert more == pytest.approx(100_000 * LLAMA.kv_bytes / (0.85 * 3.35e12))
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+@pytest.mark.parametrize("model", ["llama-3-8b", "qwen2.5-7b", "smollm2-135m"])
+def test_more_work_takes_longer(name: str, model: str) -> None:
+    """On every device a step takes longer with one more of anything, and two devices are faster than one."""
+    cost = Roofline(MODELS[model], DEVICES[name])
+    step = Step(prefill_tokens=512, prefill_requests=2, attention=512 * 300, decodes=16, context_tokens=16_000)
+    for field, value in step._asdict().items():
+        assert cost.seconds(step._replace(**{field: value + 1})) > cost.seconds(step)
+    large = step._replace(prefill_tokens=8192, attention=8192 * 4096)
+    if model != "smollm2-135m":  # which is too small to be worth the all-reduce
+        assert Roofline(MODELS[model], DEVICES[name], tp=2).seconds(large) < cost.seconds(large)
+
+
+def test_all_reduce_is_paid_for() -> None:
+    """With the shape of one layer, TP 2 adds two all-reduces of 10 us and n * hidden * 2 bytes each."""
+    tiny = Model(1, 64, 1, 1, 64, 128, 1000, context=128)
+    device = DEVICES["a100-40g"]
+    alone, pair = Roofline(tiny, device), Roofline(tiny, device, tp=2)
+    step = Step(prefill_tokens=1000, prefill_requests=1)
+    moved = 2 * 1000 * 64 * 2 / device.link_bandwidth
+    assert pair.seconds(step) - alone.seconds(step) == pytest.approx(20e-6 + moved, abs=3e-6)
+
+
+def test_fitted_is_a_sum() -> None:
+    """A fitted cost adds each part of the step times its seconds."""
+    cost = Fitted(1.0, prefill_token=2.0, prefill_request=3.0, attention_pair=5.0, decode=7.0, context_token=11.0)
+    assert cost.seconds(Step(10, 20, 30.0, 40, 50)) == 1 + 20 + 60 + 150 + 280 + 550
+    assert cost.seconds(Step()) == 1.0
