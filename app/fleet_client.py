@@ -17,10 +17,11 @@ from ray.serve.handle import DeploymentHandle
 
 from app.errors import ClientGone, FleetError, NoReplicaAvailable, Overloaded, RequestTimeout, Shed
 from app.incoming import Incoming, incoming, record_early
+from app.remote_engine import RemoteEngine
 from app.request_log import RequestLog
-from app.streams import Failover, Stream, run_stream
+from app.stream import Stream
+from app.streams import Failover, run_stream
 from app.vllm_compat import (
-    EngineClient,
     EngineCoreRequest,
     GracefulHTTPError,
     InputProcessor,
@@ -33,15 +34,16 @@ from app.vllm_compat import (
     extract_prompt_components,
     renderer_from_config,
 )
+from deployments import metrics
 from deployments.delta_link import DeltaReceiver
 from deployments.token_codec import to_engine_output
-from deployments.wire import Delta
+from deployments.wire import Delta, trace_id
 from policies.admission import AdmissionQueue
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
 
-class FleetEngineClient(EngineClient):
+class FleetEngineClient(RemoteEngine):
     """Tokenised requests in, detokenised outputs out; the engines are elsewhere.
 
     `handle` is the Serve handle of the engine replicas, `host` the address that replicas reach this process at,
@@ -81,13 +83,6 @@ class FleetEngineClient(EngineClient):
         self._default_tier = default_tier
         self._timeout_s = timeout_s
         self._log = log
-
-    # What the serving layer asks before it starts a response
-
-    is_running = property(lambda self: True)
-    is_stopped = property(lambda self: False)
-    errored = property(lambda self: False)
-    dead_error = property(lambda self: NoReplicaAvailable("the fleet is down", retry_after=5))
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse up front what cannot be served: 503 without any replica, 429 for what the queue does not take."""
@@ -137,8 +132,6 @@ class FleetEngineClient(EngineClient):
                     collector.put(Shed(message, retry_after=wait))
             self._end(list(other.rids))
         request.admitted = True
-
-    # Generation
 
     async def generate(
         self,
@@ -261,21 +254,24 @@ class FleetEngineClient(EngineClient):
 
     def _on_deltas(self, deltas: list[Delta]) -> None:
         """One frame of the link: at most one engine step of one replica."""
-        outputs = []
+        outputs, now = [], time.monotonic()
         for delta in deltas:
             stream = self._streams.get(delta.rid)
             if stream is None:
                 continue
-            request, first = stream.request, not stream.delivered
-            if not stream.accept(delta.epoch, delta.start, delta.token_ids):
-                continue
-            outputs.append(to_engine_output(delta, first))
-            if first and stream.delivered:
-                self._queue.start(request, time.monotonic())
-                request.begun = True
-            if request.charge is not None:
-                request.charge.tokens(len(delta.token_ids))
-            if delta.finish_reason is not None:
+            request, first, hop, last_at = stream.request, not stream.delivered, stream.hop, stream.last_at
+            taken = stream.take(delta, now)
+            if stream.hop != hop:
+                _note_move(stream, None if first else now - last_at)
+            for piece in taken:
+                outputs.append(to_engine_output(piece, first))
+                if first and piece.token_ids:
+                    first = False
+                    self._queue.start(request, now)
+                    request.begun = True
+                if request.charge is not None:
+                    request.charge.tokens(len(piece.token_ids))
+            if stream.finished:
                 self._finish(stream)
         if not outputs:
             return
@@ -287,7 +283,7 @@ class FleetEngineClient(EngineClient):
 
     def _finish(self, stream: Stream) -> None:
         self._forget(stream.rid)
-        stream.finished.set()
+        stream.finish()
         self._observe(len(stream.prompt), len(stream.delivered))
         if self._log is not None:
             self._log.note(stream.prompt, stream.params.max_tokens, len(stream.delivered), stream.request.tier)
@@ -302,47 +298,16 @@ class FleetEngineClient(EngineClient):
         self._end(list(self._streams))
         self._receiver.close()
 
-    # The rest of the interface
 
-    async def get_supported_tasks(self) -> tuple[str, ...]:
-        """Text generation only."""
-        return ("generate",)
-
-    async def is_tracing_enabled(self) -> bool:
-        """Trace headers are passed through to the engines."""
-        return False
-
-    async def do_log_stats(self) -> None:
-        """Engines log their own statistics."""
-
-    async def check_health(self) -> None:
-        """The gate answers health; a fleet client is never sick by itself."""
-
-    async def reset_mm_cache(self) -> None:
-        """Nothing is cached here."""
-
-    async def is_sleeping(self) -> bool:
-        """Replicas do not sleep."""
-        return False
-
-    async def is_paused(self) -> bool:
-        """Replicas are not paused."""
-        return False
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """Same as `close`."""
-        self.close()
-
-    def encode(self, *args: Any, **kwargs: Any) -> Any:
-        """Pooling models are not served."""
-        raise NotImplementedError("pooling models are not served by this fleet")
-
-    async def _not_here(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("this belongs to one engine; a fleet's ingress cannot do it")
-
-    notify_kv_transfer_request_rejected = start_profile = stop_profile = reset_encoder_cache = _not_here
-    reset_prefix_cache = sleep = release_kv_cache_memory = wake_up = add_lora = _not_here
-    pause_generation = resume_generation = _not_here
+def _note_move(stream: Stream, pause: float | None) -> None:
+    """A stream has gone over to another replica, `pause` seconds after the last token before (None: there was none)."""
+    if pause is not None:
+        metrics.paused(pause)
+    logger.info(
+        "moved request=%s trace=%s epoch=%d hop=%d replica=%s delivered=%d pause_ms=%s",
+        *(stream.rid, trace_id(stream.trace), stream.epoch, stream.hop, stream.sender, len(stream.delivered)),
+        "-" if pause is None else f"{pause * 1e3:.1f}",
+    )
 
 
 def _children(request: EngineCoreRequest) -> Iterable[tuple[EngineCoreRequest, ParentRequest | None]]:

@@ -33,7 +33,9 @@ _REPORTED = (
 class Ingress:
     """Tokenises, routes, detokenises. Holds no weights; run as many replicas as the token rate needs."""
 
-    async def __init__(self, raw_config: dict[str, Any], model_path: str, engines: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, raw_config: dict[str, Any], model_path: str, engines: DeploymentHandle, coordinator: DeploymentHandle
+    ) -> None:
         config = load_config(raw_config)
         if (problem := config.api_keys.public_problem(http_host())) is not None:
             raise ConfigError([problem])
@@ -45,6 +47,7 @@ class Ingress:
         arguments = serve_arguments(config.engine_args(model_path), config.ingress.front_end())
         self._config = config
         self._engines = engines
+        self._coordinator = coordinator
         # Serve builds a handle's router with its first call; the fleet's state is wanted before the first request.
         engines._init()
         self._client = FleetEngineClient(
@@ -70,6 +73,8 @@ class Ingress:
         return find_router(self._engines.deployment_name)
 
     def _has_replica(self) -> bool:
+        if self._config.deployment_config.may_be_empty:
+            return True  # a request waits for the replica that it makes Serve start
         router = self._router()
         return router is not None and bool(router.table.ids)
 
@@ -122,6 +127,10 @@ class Ingress:
             name: {**{field: getattr(report, field) for field in _REPORTED}, "freeness": freeness.get(name)}
             for name, report in list(router.reports.items())
         }
+
+    async def migration_state(self) -> dict[str, Any]:
+        """The coordinator's freeness table, the moves under way, and how many ended how since it started."""
+        return await self._coordinator.state.remote()
 
     async def __del__(self) -> None:
         self._client.close()

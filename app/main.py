@@ -12,6 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from app.config import TidegateConfig, check_keys, load_config
 from app.ingress import Ingress
 from app.model import resolve_model
+from deployments.coordinator import Coordinator
 from deployments.replica import EngineReplica
 from deployments.settings import ReplicaSettings
 
@@ -28,7 +29,7 @@ def build(args: dict[str, Any]) -> Application:
         **config.deployment_options(),
         request_router_config=RequestRouterConfig(
             request_router_class="deployments.router:FleetRouter",
-            request_router_kwargs={"balancing": config.balancing.model_dump(), "tiers": config.tiers.spec()},
+            request_router_kwargs=router_settings(config),
             request_routing_stats_period_s=3600,  # load reports come over ZMQ; Serve need not poll
         ),
     )
@@ -38,9 +39,22 @@ def build(args: dict[str, Any]) -> Application:
         balancing=config.balancing.model_dump(),
         tiers=config.tiers.spec(),
         threads=_threads(config),
+        migration=config.migration.settings(),
+        graceful_shutdown_timeout_s=config.deployment_config.graceful_shutdown_timeout_s,
+        stall_s=config.failover.stall_s,
     )
+    fleet = engines.bind(settings)
+    coordinator = serve.deployment(Coordinator, name="Coordinator").options(**config.coordinator_options())
     ingress = serve.deployment(Ingress, name="Ingress").options(**config.ingress_options())
-    return ingress.bind(args, model_path, engines.bind(settings))
+    return ingress.bind(args, model_path, fleet, coordinator.bind(fleet, settings.migration, settings.tiers))
+
+
+def router_settings(config: TidegateConfig) -> dict[str, Any]:
+    """Arguments of `deployments.router.FleetRouter.initialize_state`."""
+    settings: dict[str, Any] = {"balancing": config.balancing.model_dump(), "tiers": config.tiers.spec()}
+    if config.deployment_config.may_be_empty:
+        settings["wait_for_replica_s"] = config.ingress.cold_start_s
+    return settings
 
 
 def _threads(config: TidegateConfig) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from vllm import AsyncEngineArgs
@@ -14,10 +15,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
-from deployments.delta_link import DeltaSender
+from deployments.migration.sequence import request_id
 from deployments.scheduler import SchedulerSettings, use_policy_scheduler
 from deployments.token_codec import decode_params, to_delta
-from deployments.wire import Outcome, Submit
+from deployments.wire import Delta, Outcome, Submit
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
@@ -36,32 +37,40 @@ def start_engine(
     )
 
 
-async def generate(engine: AsyncLLM, submit: Submit, links: DeltaSender) -> Outcome:
-    """Run one submission, sending its deltas; cancellation aborts it in the engine before this returns."""
+async def generate(engine: AsyncLLM, submit: Submit, entries: dict[str, Any], emit: Callable[[Delta], None]) -> Outcome:
+    """Run one submission, emitting its deltas; cancellation aborts it in the engine before this returns.
+
+    `entries` go into `extra_args["tidegate"]`: what a sequence brings from the replica that it ran on before.
+    """
     prompt = tokens_input(submit.prompt, cache_salt=submit.cache_salt)
     prompt["arrival_time"] = submit.arrival
     params = decode_params(submit.params)
+    ours = params.extra_args["tidegate"]
+    ours |= entries
     if submit.output:
-        params.extra_args["tidegate"]["output"] = submit.output
+        ours["output"] = submit.output
+        params.prompt_logprobs = None  # delivered where it began
     start, finish_reason = len(submit.output), None
     try:
         async for output in engine.generate(
             prompt,
             params,
-            f"{submit.rid}#{submit.epoch}",
+            request_id(submit),
             priority=submit.priority,
             trace_headers=submit.trace,
             reasoning_ended=submit.reasoning_ended,
             reasoning_parser_kwargs=submit.reasoning_parser_kwargs,
         ):
-            delta = to_delta(submit.rid, submit.epoch, start, output)
+            delta = to_delta(submit.rid, submit.epoch, start, output, hop=submit.hop)
+            if delta.finish_reason == "abort":  # nobody here asked for it: the engine is being shut down
+                return Outcome(start, fault="engine", message="aborted by the engine")
             start += len(delta.token_ids)
             finish_reason = delta.finish_reason
-            links.send(submit.reply_to, delta)
+            emit(delta)
     except asyncio.CancelledError:
         raise
     except EngineDeadError as error:
-        return Outcome(start, fault="engine", message=str(error))
+        return Outcome(start, fault="engine", message=f"engine_dead: {error}")
     except (VLLMClientError, ValueError, TypeError) as error:
         return Outcome(start, fault="request", message=str(error), parameter=getattr(error, "parameter", None))
     except Exception as error:

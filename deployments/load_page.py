@@ -1,6 +1,7 @@
 """One replica's load figures and its policy setting, in a page of memory shared by replica and EngineCore.
 
-The EngineCore writes figures and admitted tickets once per scheduler step, the replica actor writes the policy.
+The EngineCore writes figures and admitted tickets once per scheduler step, the replica actor writes the policy and the
+grace that requests of higher tiers have.
 Each record has two slots and a version: the writer fills the slot that nobody reads and then raises the version, so
 a reader never waits, and a process that dies in the middle of a write leaves the record before it intact. A checksum
 in each slot rejects what a reader saw while its slot was used again (and stores that a weakly ordered CPU reordered).
@@ -26,6 +27,7 @@ POLICY_BYTES = 4080  # longest policy spec, as JSON
 _MAGIC = 0x5449444547415432
 # Offsets into the array of 64-bit words at the head of the page.
 _MAGIC_WORD, _FIGURES, _RESERVED, _ADMITTED, _POLICY = 0, 1, 2, 3, 4
+_GRACE_AT = 40  # two doubles: seconds, and until when in wall-clock seconds
 _HEAD = struct.Struct("=d15q")  # the figures, then the number of tiers; what is counted by tier and a checksum follow
 _BY_TIER = [struct.Struct(f"={2 * count}I") for count in range(MAX_TIERS + 1)]
 _CHECK = struct.Struct("=I")
@@ -87,6 +89,7 @@ class LoadPage:
         self._memory = memory
         self._view = memoryview(memory)
         self._words = self._view[:_FIGURES_AT].cast("Q")
+        self._grace = self._view[_GRACE_AT:_FIGURES_AT].cast("d")
         self._ring = self._view[_RING_AT:_POLICY_AT].cast("I")
 
     @classmethod
@@ -204,6 +207,14 @@ class LoadPage:
                 return version, json.loads(body[12:])
         raise LoadPageError("no whole policy in the load page: its memory is damaged, restart the replica")
 
+    def set_grace(self, seconds: float, until: float) -> None:
+        """Let requests of higher tiers wait so long for help, in steps before `until` (wall-clock seconds)."""
+        self._grace[0], self._grace[1] = seconds, until
+
+    def grace_s(self, now: float) -> float:
+        """The grace in force at `now` (wall-clock seconds), 0 if there is none."""
+        return self._grace[0] if now < self._grace[1] else 0.0
+
     def unlink(self) -> None:
         """Remove the file; who has the page open keeps it. Call it once the engine is up: then no crash leaves one."""
         if self._path is not None:
@@ -215,5 +226,6 @@ class LoadPage:
         self.unlink()
         self._ring.release()
         self._words.release()
+        self._grace.release()
         self._view.release()
         self._memory.close()

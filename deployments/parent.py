@@ -1,4 +1,4 @@
-"""An EngineCore must not outlive the replica that started it."""
+"""When a process ends: an EngineCore with the replica that started it, a replica at once when it is told to."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def end_with_parent() -> None:
     """
     if multiprocessing.parent_process() is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process at once, as SIGKILL does; may be called from any thread.
+
+    Ray's own handler takes an actor off its calls and leaves its threads running, for 50 s as seen: a replica would
+    report that it serves and answer nothing. (`signal.signal` works in the main thread only, which is Ray's.)
+    """
+    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # None: SIG_DFL

@@ -5,25 +5,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 import uuid
-from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import msgspec
 import ray
 from ray import serve
 
+from deployments.autoscaling import FirstTokens, stats
 from deployments.cpu_binding import bind_cpu, bound_cores
 from deployments.delta_link import DeltaSender
 from deployments.load_page import LoadPage
+from deployments.migration.engine_kv import EngineKV
+from deployments.migration.peers import Peers
+from deployments.migration.running import Migration
+from deployments.migration.sequences import Sequences
+from deployments.parent import end_on_sigterm
 from deployments.reports import ReportPublisher
-from deployments.serve_replica import is_stopping
+from deployments.serve_replica import is_stopping, log_kept
 from deployments.settings import ReplicaSettings, live_settings, policy_spec
+from deployments.stall import StallWatch
 from deployments.wire import Outcome, Submit
+from policies.migration.standing import Standing
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
-_IDLE_LINK_S = 60.0
+_HAND_BACK_S = 5.0  # before Serve kills a replica that it stops
+_LEAVE_S = 10.0  # for the last sequences of a replica that Serve thinks empty: nobody may have attached to them yet
 _submit_decoder = msgspec.msgpack.Decoder(Submit)
 
 
@@ -37,21 +47,43 @@ class EngineReplica:
         if settings.threads is not None:
             cores = bound_cores(context.rank.local_rank, settings.threads, os.cpu_count() or 1)
             engine_args = bind_cpu(engine_args, cores)
-        # vLLM reads its environment when imported.
-        from deployments.engine import start_engine
-
         self._page = LoadPage.create(f"tidegate-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        self._engine = start_engine(engine_args, policy_spec(settings.scheduling), self._page.name, settings.tiers)
+        with log_kept():  # vLLM reads its environment when imported: not before this
+            from deployments.engine import generate, start_engine
+
+            self._engine = start_engine(engine_args, policy_spec(settings.scheduling), self._page.name, settings.tiers)
+        end_on_sigterm()
         self._page.unlink()  # both sides have it mapped: no file is left, however this replica ends
         self._links = DeltaSender(self._ingress_lost)
-        self._calls: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)  # by the ingress that they reply to
+        self._first_tokens = FirstTokens(settings.tiers.get("ttft_slo_s", ()))
+        watched = self._first_tokens.watching(partial(generate, self._engine))
+        self._sequences = Sequences(watched, self._links.send, self._links.forget, self._replica_id)
         self._reports = ReportPublisher(self._page, self._replica_id, ray.util.get_node_ip_address())
         self._reports.set_settings(settings.balancing)
+        kv = EngineKV(self._engine)
+        await kv.start()
+        self._migration = Migration(
+            self._replica_id,
+            kv,
+            self._sequences,
+            Peers(context.deployment, context.app_name),
+            settings.migration,
+            self._standing,
+            lambda: self._engine.errored,
+        )
+        self._stop_s = max(
+            settings.graceful_shutdown_timeout_s - _HAND_BACK_S, settings.graceful_shutdown_timeout_s / 2
+        )
+        self._stall = StallWatch(settings.stall_s)
         self._watch = asyncio.get_running_loop().create_task(self._watch_engine())
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Announce where this replica publishes its load reports (Serve hands it to every router)."""
         return {"reports": self._reports.endpoint}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaler's policy decides on (Serve asks for it every `metrics_interval_s`)."""
+        return stats(self._page.read(), self._first_tokens, self._migration.draining.on)
 
     async def generate(
         self,
@@ -67,33 +99,63 @@ class EngineReplica:
 
         The keywords are for the router, which reads them off the call. Cancelling the call aborts the sequence.
         """
-        from deployments.engine import generate
+        outcome = await self._sequences.run(_submit_decoder.decode(frame))
+        return self._looked_at(outcome)
 
-        submit = _submit_decoder.decode(frame)
-        calls, call = self._calls[submit.reply_to], asyncio.current_task()
-        assert call is not None
-        calls.add(call)
-        try:
-            outcome = await generate(self._engine, submit, self._links)
-        finally:
-            calls.discard(call)
-            if not calls:
-                asyncio.get_running_loop().call_later(_IDLE_LINK_S, self._forget_if_idle, submit.reply_to)
+    async def attach(self, rid: str, epoch: int, hop: int, *, target_replica: str | None = None) -> Outcome:
+        """How a sequence that moved here ends, or where it went on to; cancelling the call aborts it."""
+        return self._looked_at(await self._sequences.attach((rid, epoch, hop)))
+
+    async def migration(self, frame: bytes, *parts: Any, target_replica: str | None = None) -> bytes:
+        """Answer a message of a replica that gives a request to this one; `parts` are its KV, one array per rank."""
+        return await self._migration.hear(frame, parts)
+
+    async def give(self, frame: bytes, *, target_replica: str | None = None) -> bytes:
+        """Give requests to another replica (`deployments.migration.messages.Give`); returns a `Given`."""
+        return await self._migration.give(frame)
+
+    async def drain(self, on: bool, *, target_replica: str | None = None) -> None:
+        """Take no new requests and move those that are here away, or (`on` False) serve again."""
+        if is_stopping():
+            return
+        if on:
+            self._leave(None)
+        elif self._migration.draining.on:
+            self._migration.draining.stop()
+            self._reports.set_state("serving")
+
+    async def expect_help(self, grace_s: float, for_s: float, *, target_replica: str | None = None) -> None:
+        """For `for_s` seconds lower tiers can be moved away: a higher one waits `grace_s` before they are requeued."""
+        self._page.set_grace(grace_s, time.time() + for_s)
+
+    def _leave(self, within_s: float | None) -> None:
+        self._migration.draining.start(within_s)
+        self._reports.set_state("draining")
+
+    def _standing(self) -> Standing | None:
+        """This replica as the pairing of its own drain sees it: only its requests and its size count."""
+        figures = self._page.read()
+        if figures is None:
+            return None
+        return Standing(
+            replica=self._replica_id,
+            left=0.0,
+            free_blocks=figures.free_blocks,
+            total_blocks=figures.total_blocks,
+            max_num_seqs=figures.max_num_seqs,
+            running_by_tier=figures.running_by_tier,
+            waiting_by_tier=figures.waiting_by_tier,
+            state="draining",
+        )
+
+    def _looked_at(self, outcome: Outcome) -> Outcome:
         if outcome.fault == "engine" and self._engine.errored:
             self._die()
         return outcome
 
     def _ingress_lost(self, reply_to: str) -> None:
         """Abort the sequences of an ingress that is gone: Serve does not cancel the calls of a dead caller."""
-        calls = self._calls.pop(reply_to, set())
-        logger.warning("ingress %s is gone, aborting its %d sequences", reply_to, len(calls))
-        for call in calls:
-            call.cancel()
-
-    def _forget_if_idle(self, reply_to: str) -> None:
-        if not self._calls.get(reply_to):
-            self._calls.pop(reply_to, None)
-            self._links.forget(reply_to)
+        logger.warning("ingress %s is gone, aborting its %d sequences", reply_to, self._sequences.abort_of(reply_to))
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply live settings (`user_config`): the scheduling policy here, the balancing policy in every router.
@@ -114,24 +176,34 @@ class EngineReplica:
         await self._engine.check_health()
 
     async def _watch_engine(self) -> None:
-        """Leave routing at once when Serve stops this replica or the EngineCore dies, with or without requests."""
-        draining = False
+        """Leave routing at once when Serve stops this replica or its engine dies or stalls, busy or not."""
+        stopping = False
         while not self._engine.errored:
-            if not draining and is_stopping():
-                draining = True
-                self._reports.set_state("draining")
+            if not stopping and is_stopping():
+                stopping = True
+                self._leave(self._stop_s)
+            figures = self._page.read()
+            if figures and self._stall.stalled(figures.steps, figures.running + figures.waiting > 0, time.monotonic()):
+                for sequence in self._sequences.running:
+                    self._sequences.hand_back(sequence, "stalled")
+                break
             await asyncio.sleep(0.05)
         self._die()
 
     def _die(self) -> None:
         """Tell every router, give pending answers a moment to leave, then end the process (Serve starts another)."""
         logger.error("the engine of replica %s is dead: leaving routing and ending the process", self._replica_id)
+        self._migration.draining.stop()
         self._reports.set_state("dead")
         self._page.close()
         asyncio.get_running_loop().call_later(0.5, os._exit, 1)
 
     async def __del__(self) -> None:
+        end = time.monotonic() + _LEAVE_S
+        while self._sequences.running and time.monotonic() < end:
+            await asyncio.sleep(0.05)
         self._watch.cancel()
+        self._migration.close()
         self._reports.close()
         self._engine.shutdown()
         self._links.close()

@@ -7,8 +7,10 @@ own path hangs when two calls of one ingress request wait at once and probes que
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from deployments.hints import tiers_of
 from deployments.reports import ReportSubscriber
-from deployments.routing import NoReplicaError, WaitingLine, register_router
+from deployments.routing import Heard, NoReplicaError, WaitingLine, register_router
 from deployments.settings import make_policy
 from deployments.wire import ReplicaReport
 from policies.balancing import BALANCING, UsesTiers
@@ -26,11 +28,13 @@ from policies.types import Call
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
+DRAINING_SILENT_S = 5.0  # its process is busy ending; a call to one that is gone fails by itself
+
 
 class FleetRouter(RequestRouter):
     """Chooses the replica of each `generate` call from its keywords `ticket`, `prompt_tokens`, `tier` and `session`.
 
-    `target_replica` pins a call. Calls without a ticket go to the replica with the fewest calls of this router.
+    `target_replica` pins a call. A replica that drains takes pinned calls only, for as long as it reports.
     """
 
     def initialize_state(
@@ -51,6 +55,8 @@ class FleetRouter(RequestRouter):
         self._settings: dict[str, Any] = {}
         self._settings_t = 0.0
         self.reports: dict[str, ReplicaReport] = {}
+        self._heard: dict[str, float] = {}  # monotonic seconds
+        self.listener: Callable[[ReplicaReport], None] | None = None  # hears each report, in the router's thread
         self.table = FleetTable()
         self._line = WaitingLine(lambda: bool(self.table.ids))
         self._fallback = BALANCING.make("p2c")
@@ -88,15 +94,17 @@ class FleetRouter(RequestRouter):
             self._subscriber.set_endpoints({data["reports"] for data in metadata if data})
 
     def _check_unlisted(self, name: str) -> None:
-        """Drop a replica that Serve no longer lists, unless it still reports that it serves.
+        """Drop a replica that Serve no longer lists, unless it still reports.
 
-        Serve also takes a healthy replica off its list for the moment in which its user_config changes; a replica that
-        really stops says `draining`, and one that is gone says nothing.
+        Serve also takes a healthy replica off its list for the moment in which its user_config changes. One that stops
+        says `draining` and, until its last call has ended, takes pinned calls (moves and what follows from them); one
+        that is gone says nothing.
         """
         if name in self._listed or name not in self._replica_by_name:
             return
-        report = self.reports.get(name)
-        if report is not None and report.state == "serving" and name not in self.table.stale(time.monotonic()):
+        report, silent_s = self.reports.get(name), time.monotonic() - self._heard.get(name, -math.inf)
+        patience = {"serving": self.table.stale_s, "draining": max(self.table.stale_s, DRAINING_SILENT_S)}
+        if report is not None and silent_s <= patience.get(report.state, -math.inf):
             self._event_loop.call_later(0.1, self._check_unlisted, name)
         else:
             self._drop(name)
@@ -105,6 +113,7 @@ class FleetRouter(RequestRouter):
         self._replica_by_name.pop(name, None)
         self.table.leave(name)
         self.reports.pop(name, None)
+        self._heard.pop(name, None)
         self._follow_reports()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -115,8 +124,11 @@ class FleetRouter(RequestRouter):
     def _on_report(self, report: ReplicaReport) -> None:
         if report.replica not in self._replica_by_name:
             return
+        now = self._heard[report.replica] = time.monotonic()
         self.reports[report.replica] = report
-        self.table.apply(report, time.monotonic())
+        self.table.apply(report, now)
+        if self.listener is not None:
+            self.listener(report)
         self._line.advance()
         if report.settings and report.settings_t > self._settings_t:
             self._settings_t = report.settings_t
@@ -137,12 +149,15 @@ class FleetRouter(RequestRouter):
         name = keywords.get("target_replica")
         if name is None:
             name = await self._choose(prompt_tokens, tier, keywords.get("session"))
+        elif is_retry:
+            raise NoReplicaError(f"replica {name} takes no more calls")  # it would refuse each further one as well
         replica = self._replica_by_name.get(name)
         if replica is None:
             raise NoReplicaError(f"replica {name} is gone")
         if ticket is not None:
             self.table.dispatch(ticket, name, prompt_tokens, tier=tier, now=time.monotonic())
-            self._tickets[replica.replica_id, internal_id].append(ticket)
+        # Without a ticket too: its end must not be taken for that of a sibling.
+        self._tickets[replica.replica_id, internal_id].append(ticket)
         return replica
 
     def _forget_attempt(self, ticket: int, internal_id: str) -> None:
@@ -178,6 +193,14 @@ class FleetRouter(RequestRouter):
                 self.table.complete(ticket, time.monotonic())
             if not tickets:
                 del self._tickets[key]
+
+    def heard(self) -> list[Heard]:
+        """The last report of each replica, and when it came; may be called from any thread."""
+        return [Heard(report, self._heard.get(name, -math.inf)) for name, report in list(self.reports.items())]
+
+    def fresh(self, now: float) -> list[Heard]:
+        """Those of `heard` that came within `stale_s` seconds."""
+        return [heard for heard in self.heard() if now - heard.at <= self.table.stale_s]
 
     def observe(self, prompt_tokens: int, output_tokens: int) -> None:
         """Tell the policy the lengths of a finished request (SAL's online beta)."""

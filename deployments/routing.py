@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from deployments.wire import ReplicaReport
+
 if TYPE_CHECKING:
     from deployments.router import FleetRouter
 
@@ -30,6 +32,14 @@ def register_router(deployment: str, router: FleetRouter) -> None:
 def find_router(deployment: str) -> FleetRouter | None:
     """This process's router to a deployment, once a handle has made one."""
     return _routers.get(deployment)
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A replica's last report and when it came, in monotonic seconds."""
+
+    report: ReplicaReport
+    at: float
 
 
 @dataclass(order=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import sub
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 
 from deployments.hints import extra_argument, hints_of, load_predictor, tiers_of
 from deployments.load_page import Figures, LoadPage
+from deployments.migration.kv_scheduler import MigrationMixin
 from deployments.parent import end_with_parent
 from deployments.resume import ResumeMixin
 from deployments.step_control import StepControl, has_capabilities
@@ -183,6 +184,8 @@ class PolicySchedulerMixin(Scheduler):
         """One step of vLLM's scheduler over the queue in the policy's order, and within its other bounds if any."""
         self._take_up_policy()
         context = self._context()
+        if self._page is not None and (grace_s := self._page.grace_s(context.now)):
+            context = replace(context, grace_s=grace_s)
         self.queue_policy.on_step(context)
         self.waiting.begin_step(context)
         if self._control is None:
@@ -279,13 +282,13 @@ class PolicySchedulerMixin(Scheduler):
             self._tickets.clear()
 
 
-class PolicyScheduler(ResumeMixin, PolicySchedulerMixin, Scheduler):
+class PolicyScheduler(ResumeMixin, MigrationMixin, PolicySchedulerMixin, Scheduler):
     """Synchronous scheduling: CPU, or GPU with async scheduling off."""
 
     runs_async = False
 
 
-class AsyncPolicyScheduler(ResumeMixin, PolicySchedulerMixin, AsyncScheduler):
+class AsyncPolicyScheduler(ResumeMixin, MigrationMixin, PolicySchedulerMixin, AsyncScheduler):
     """Asynchronous scheduling: vLLM's default on GPU, one step scheduled ahead of the one that runs."""
 
     runs_async = True

@@ -1,11 +1,14 @@
-"""What an engine replica and its routers are set to; policies as users write them: {"policy": name, parameters...}."""
+"""What replicas, routers and coordinator are set to; policies as users write them: {"policy": name, parameters...}."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from policies.balancing import BALANCING
+from policies.migration.events import Limits
+from policies.migration.pairing import Pairing
+from policies.migration.victims import Victims
 from policies.registry import PolicyError, Registry
 from policies.scheduling import SCHEDULING
 
@@ -15,13 +18,31 @@ _NOT_PARAMETERS = ("policy", "stale_s")
 
 
 @dataclass(frozen=True, slots=True)
+class MigrationSettings:
+    """Which moves are made, which request makes one, and how; `enabled` False: only those by hand and drains.
+
+    `tick_s`: the coordinator pairs replicas so often. `max_bytes_per_s` of KV in its moves and those by hand, None: as
+    many as there are. `tier_grace_s`: how long a higher tier waits for runners of lower ones to be moved away.
+    """
+
+    enabled: bool = True
+    tick_s: float = 0.25
+    tier_grace_s: float = 0.5
+    max_bytes_per_s: float | None = None
+    pairing: Pairing = field(default_factory=Pairing)
+    victims: Victims = field(default_factory=Victims)
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     """What one engine replica is started with.
 
     `engine_args` are AsyncEngineArgs keywords; `tiers` has the lists `headroom`, `aging_s`, `ttft_slo_s`, `tpot_slo_s`
     with one entry per tier, None where a tier has none. `threads` are engine threads on CPU, each bound to a core:
     replica i of a node takes cores i*threads, ... modulo the node's cores (vLLM's own choice puts every replica on the
-    first ones). None leaves binding alone (GPU).
+    first ones). None leaves binding alone (GPU). After `graceful_shutdown_timeout_s` seconds Serve kills a replica that
+    it stops. An engine with work that makes no step for `stall_s` seconds is dead; None: it may take any time.
     """
 
     engine_args: dict[str, Any]
@@ -29,6 +50,9 @@ class ReplicaSettings:
     balancing: dict[str, Any]
     tiers: dict[str, Any]
     threads: int | None = None
+    migration: MigrationSettings = field(default_factory=MigrationSettings)
+    graceful_shutdown_timeout_s: float = 600.0
+    stall_s: float | None = 60.0
 
 
 def policy_spec(settings: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 A request travels as one `Submit` inside a Serve call (so that the router sees it); its tokens come back as
 `Delta`s, batched into one ZMQ frame per engine step and ingress (`list[Delta]`). Each (re)submission of a
-stream has its own `epoch`: deltas of an older epoch are dropped by the receiver.
+stream has its own `epoch`: deltas of an older epoch are dropped by the receiver. Within an epoch a sequence may move
+from replica to replica; each commit of a move has its own `hop`, and the ingress takes tokens of one hop only.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from typing import Literal
 
@@ -28,8 +30,10 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Delta(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
-    """New tokens of one stream: exactly-once by `start`, the index of `token_ids[0]` in the epoch's output.
+    """New tokens of one stream: exactly-once by `start`, the index of `token_ids[0]` in the sequence's output.
 
+    `hop` numbers the moves of this epoch. The first delta of one > 0 names its `sender`, the replica to attach to, and
+    its `parent`, the hop that the token before it came from (0 if this epoch has none).
     `cached_tokens` and `cache_creation_tokens` (prompt tokens found in, or written to, the prefix cache) come with
     the first delta of an epoch only.
     """
@@ -44,6 +48,9 @@ class Delta(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     prompt_logprobs: Logprobs | None = None
     cached_tokens: int | None = None
     cache_creation_tokens: int | None = None
+    hop: int = 0
+    sender: str | None = None
+    parent: int = 0
 
 
 class Submit(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
@@ -51,7 +58,7 @@ class Submit(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
 
     `params` is vLLM's SamplingParams as `token_codec` encodes it; `arrival` is wall-clock seconds, kept over re-sends;
     `priority` is the tier, 0 the highest. `output`: tokens that the sequence generated in submissions before this
-    one; it goes on after them, and the first `Delta` starts at their number.
+    one; it goes on after them, and the first `Delta` starts at their number. `hop`: moves of this epoch before.
     """
 
     rid: str
@@ -66,12 +73,14 @@ class Submit(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict | None = None
     output: list[int] = []
+    hop: int = 0
 
 
 class Outcome(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """How a submission ended, returned by the Serve call once its last `Delta` is on its way.
 
     `fault`: whose fault an unfinished submission is: the `request` (400), or the `engine` (send it elsewhere).
+    `moved_to`: the replica that has the sequence now, as its hop `hop`; the ingress attaches to it there.
     """
 
     tokens: int
@@ -79,6 +88,8 @@ class Outcome(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     fault: Literal["request", "engine"] | None = None
     message: str = ""
     parameter: str | None = None
+    moved_to: str | None = None
+    hop: int = 0
 
 
 class ReplicaReport(msgspec.Struct, array_like=True, frozen=True):
@@ -112,6 +123,15 @@ class ReplicaReport(msgspec.Struct, array_like=True, frozen=True):
     waiting_by_tier: list[int] = []
     settings: dict | None = None
     settings_t: float = 0.0
+
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-((?!0{32})[0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+
+
+def trace_id(trace: dict[str, str] | None) -> str:
+    """Trace id of a request's `traceparent` header (W3C Trace Context, section 3.2) for log lines, "-" without one."""
+    given = _TRACEPARENT.fullmatch((trace or {}).get("traceparent", ""))
+    return given[1] if given else "-"
 
 
 def ticket(rid: str, epoch: int) -> int:

@@ -1,4 +1,4 @@
-"""Command line of loadgen: `python -m loadgen bench [NAME ...]`, `record-lengths`, `train-predictor`."""
+"""Command line of loadgen: `python -m loadgen bench [NAME ...]`, `workload`, `run`, `record-lengths`, ..."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from typing import Protocol
 from rich.console import Console
 
 from loadgen import arguments, report
-from loadgen.bench import ingress, larry, policies, router, tiers
+from loadgen.bench import chaos, client, ingress, larry, migration, policies, rebalance, router, tiers
 from loadgen.predictor import command as predictor
+from loadgen.run import command as replays
+from loadgen.simulator import calibrate
+from loadgen.simulator import command as simulator
+from loadgen.workloads import command as workloads
 
 
 class Bench(Protocol):
@@ -27,7 +31,17 @@ class Bench(Protocol):
     def run(self, args: argparse.Namespace, console: Console, /) -> Path: ...
 
 
-BENCHES: dict[str, Bench] = {"policies": policies, "larry": larry, "tiers": tiers, "router": router, "ingress": ingress}
+BENCHES: dict[str, Bench] = {
+    "policies": policies,
+    "larry": larry,
+    "tiers": tiers,
+    "migration": migration,
+    "rebalance": rebalance,
+    "chaos": chaos,
+    "router": router,
+    "ingress": ingress,
+    "client": client,
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,6 +64,21 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--out", type=Path, default=report.RESULTS / f"{name}.json", help="default: %(default)s")
         module.add_arguments(one)
         one.set_defaults(call=_run_bench, bench=name)
+    workload = commands.add_parser("workload", help=workloads.TITLE, description=workloads.TITLE)
+    workloads.add_arguments(workload)
+    workload.set_defaults(call=workloads.run)
+    replay = commands.add_parser("run", help=replays.TITLE, description=replays.TITLE)
+    replays.add_arguments(replay)
+    replay.set_defaults(call=replays.run)
+    pages = commands.add_parser("report", help=replays.REPORT_TITLE, description=replays.REPORT_TITLE)
+    replays.add_report_arguments(pages)
+    pages.set_defaults(call=replays.run_report)
+    fleet = commands.add_parser("simulate", help=simulator.TITLE, description=simulator.TITLE)
+    simulator.add_arguments(fleet)
+    fleet.set_defaults(call=simulator.run)
+    steps = commands.add_parser("calibrate", help=calibrate.TITLE, description=calibrate.TITLE)
+    calibrate.add_arguments(steps)
+    steps.set_defaults(call=calibrate.run)
     record = commands.add_parser("record-lengths", help=predictor.RECORD, description=predictor.RECORD)
     predictor.add_record_arguments(record)
     record.set_defaults(call=predictor.run_record)

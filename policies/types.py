@@ -54,7 +54,8 @@ class SchedulerContext:
     """One replica at the start of a scheduler step.
 
     `now` is wall-clock seconds; `num_*` count requests; `*_blocks` are KV blocks of `block_size` tokens each;
-    `max_model_len` and `token_budget` (of this step) are tokens.
+    `max_model_len` and `token_budget` (of this step) are tokens. `grace_s`: seconds from its arrival that a request of
+    a higher tier waits before runners are sent back to the queue for it, as they may be moved away instead.
     """
 
     now: float
@@ -66,6 +67,7 @@ class SchedulerContext:
     max_model_len: int
     max_num_seqs: int
     token_budget: int
+    grace_s: float = 0.0
 
     def blocks(self, tokens: int) -> int:
         """KV blocks that `tokens` tokens occupy: the last one may be partly filled."""

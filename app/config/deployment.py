@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.config import JsonDict
 from ray.runtime_env import RuntimeEnv
 from ray.serve.config import AutoscalingConfig
 from ray.util.accelerators import accelerators
 
-from app.config.errors import Problem, Refused, problems_of, suggestion
+from app.config.autoscaling import check_autoscaling, scaling
+from app.config.errors import Problem, Refused, suggestion
 
 _SECONDS: JsonDict = {"unit": "s"}
 _DEFAULT_REPLICAS = 2
@@ -69,7 +70,8 @@ class DeploymentConfig(BaseModel):
     )
     autoscaling_config: dict[str, Any] | None = Field(
         default=None,
-        description="Ray Serve's AutoscalingConfig (`min_replicas`, `max_replicas`, ...), instead of num_replicas.",
+        description="Ray Serve's AutoscalingConfig (`min_replicas`, `max_replicas`, ...), instead of num_replicas. "
+        "The policy is freeness unless it names another one, or `target_ongoing_requests`: docs/autoscaling.md.",
     )
     max_ongoing_requests: int = Field(
         default=100_000,
@@ -112,15 +114,8 @@ class DeploymentConfig(BaseModel):
     @field_validator("autoscaling_config")
     @classmethod
     def _autoscaling(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        known = AutoscalingConfig.model_fields
-        if unknown := [
-            Problem(key, "unknown key", got, ", ".join(known), suggestion(key, known) + "rename or remove it")
-            for key, got in (value or {}).items()
-            if key not in known
-        ]:
-            raise Refused(*unknown)
         if value is not None:
-            _check_autoscaling(value)
+            check_autoscaling(value)
         return value
 
     @model_validator(mode="after")
@@ -141,21 +136,24 @@ class DeploymentConfig(BaseModel):
         default = AutoscalingConfig.default() if self.num_replicas == "auto" else AutoscalingConfig()
         return int((self.autoscaling_config or {}).get("max_replicas", default.max_replicas))
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether the fleet may have no replica while nobody asks for anything."""
+        return self.autoscaling_config is not None and self.autoscaling_config.get("min_replicas") == 0
+
+    def autoscaling(self) -> dict[str, Any] | None:
+        """Serve's AutoscalingConfig with our policy and its defaults; as given where it scales by another policy."""
+        given = self.autoscaling_config
+        return scaling(given or {}) if given is not None or self.num_replicas == "auto" else None
+
     def serve_options(self) -> dict[str, Any]:
         """The Serve deployment options in this section, actor options left out."""
         options = self.model_dump(exclude={"ray_actor_options", "num_replicas", "autoscaling_config"})
-        if self.autoscaling_config is not None:
-            options["autoscaling_config"] = self.autoscaling_config
+        if (autoscaling := self.autoscaling()) is not None:
+            options["autoscaling_config"] = autoscaling
         if self.num_replicas is not None or self.autoscaling_config is None:
             options["num_replicas"] = self.num_replicas or _DEFAULT_REPLICAS
         return options
-
-
-def _check_autoscaling(value: dict[str, Any]) -> None:
-    try:
-        AutoscalingConfig.model_validate(value)
-    except ValidationError as error:
-        raise Refused(*problems_of(error, AutoscalingConfig, value)) from error
 
 
 Bundle = dict[str, Annotated[float, Field(ge=0)]]

@@ -14,6 +14,7 @@ from app.config.engine import CPU_DEFAULTS, OWNED, RANGES
 from app.config.errors import allowed_values, bounds_text, field_names
 from app.config.ingress import FailoverConfig, IngressConfig
 from app.config.keys import ApiKeysConfig, KeyEntry
+from app.config.migration import MigrationConfig
 from app.config.model import ModelLoadingConfig
 from app.config.policy import BalancingConfig, PolicyConfig, SchedulingConfig
 from app.config.schema import TidegateConfig, UserConfig
@@ -76,6 +77,8 @@ def _page() -> Iterator[str]:
     yield from _fields("deployment_config.ray_actor_options", RayActorOptions)
     yield from _fields("ingress", IngressConfig)
     yield from _fields("failover", FailoverConfig)
+    yield from _fields("migration", MigrationConfig)
+    yield "What moves, when, and what happens when something dies meanwhile: [migration](migration.md).\n"
     yield from _fields("placement_group_config", PlacementGroupConfig)
     yield from _fields("cpu", CpuConfig)
     yield from _fields("user_config", UserConfig)

@@ -18,7 +18,7 @@ from app.config.keys import read_keys
 from app.config.schema import TidegateConfig, UserConfig, load_config
 
 IMPORT_PATH = "app.main:build"
-_DEPLOYMENTS = ("EngineReplica", "Ingress")
+_DEPLOYMENTS = ("EngineReplica", "Ingress", "Coordinator")
 
 
 def check_file(path: Path, device: Device | None = None) -> None:

@@ -70,6 +70,15 @@ class IngressConfig(BaseModel):
         "Retry-After.",
         json_schema_extra=_REQUESTS,
     )
+    cold_start_s: float = Field(
+        default=120.0,
+        ge=1,
+        le=3600,
+        strict=True,
+        description="Where the fleet may have no replica (`min_replicas: 0`), the first requests wait so long for one "
+        "to start, and once more, before they are answered 503 with Retry-After.",
+        json_schema_extra=_SECONDS,
+    )
     max_ongoing_requests: int = Field(
         default=10_000,
         ge=1,
@@ -202,5 +211,11 @@ class FailoverConfig(BaseModel):
         le=3600,
         strict=True,
         description="How long after its first failure since its last token a sequence may be sent again.",
+        json_schema_extra=_SECONDS,
+    )
+    stall_s: Annotated[float, Field(ge=1, le=86_400, strict=True)] | None = Field(
+        default=60.0,
+        description="A replica whose engine has requests but makes no step for so long counts as dead and is replaced; "
+        "its first steps, which may compile, have ten times as long. Null: never.",
         json_schema_extra=_SECONDS,
     )

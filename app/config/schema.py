@@ -28,12 +28,14 @@ from app.config.engine import CPU_DEFAULTS, Device, check_engine_kwargs, install
 from app.config.errors import ConfigError, Problem, Refused, problems_of
 from app.config.ingress import FailoverConfig, IngressConfig
 from app.config.keys import ApiKeysConfig
+from app.config.migration import MigrationConfig
 from app.config.model import DEFAULT_MODEL_ID, DEFAULT_SOURCE, ModelLoadingConfig
 from app.config.policy import BalancingConfig, SchedulingConfig
 from app.config.serve_llm import unwrap
 from app.config.tiers import TiersConfig
 
 _CPU_SHARE = 0.8  # CPUs reserved per engine thread: 2 one-thread replicas and the ingress fit two cores
+_COORDINATOR_CPUS = 0.01
 _ACCELERATOR_SHARE = 0.001  # of Ray's `accelerator_type:X` resource: pins the node type, reserves next to nothing
 
 
@@ -95,6 +97,9 @@ class TidegateConfig(BaseModel):
     ingress: IngressConfig = Field(default_factory=IngressConfig, description="OpenAI API in front of the replicas.")
     failover: FailoverConfig = Field(
         default_factory=FailoverConfig, description="Going on elsewhere when a replica died."
+    )
+    migration: MigrationConfig = Field(
+        default_factory=MigrationConfig, description="Moving requests from replica to replica while they run."
     )
     accelerator_type: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
@@ -234,6 +239,18 @@ class TidegateConfig(BaseModel):
                 "num_cpus": self.ingress.num_cpus,
                 **({"runtime_env": self.runtime_env} if self.runtime_env else {}),
             },
+        }
+
+    def coordinator_options(self) -> dict[str, Any]:
+        """All Serve options of the deployment Coordinator, for `Deployment.options(**...)`."""
+        shared = ("health_check_period_s", "health_check_timeout_s")
+        environment = {"runtime_env": self.runtime_env} if self.runtime_env else {}
+        return {
+            **{name: getattr(self.deployment_config, name) for name in shared},
+            "num_replicas": 1,
+            "max_ongoing_requests": 1000,
+            "graceful_shutdown_timeout_s": 2.0,  # moves go on without it
+            "ray_actor_options": {"num_cpus": _COORDINATOR_CPUS, **environment},
         }
 
     def user_config(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import yaml
 from rich.console import Console
 
 from loadgen import arguments, arrivals, lengths
@@ -20,7 +19,6 @@ from loadgen.bench import engine_pair, servers
 from loadgen.bench.engine_process import Outcome, Plan
 from loadgen.metrics import paired_ratio, summarise
 from loadgen.report import Stamp, Steps, rounded, show
-from policies.registry import PolicyError
 from policies.scheduling import SCHEDULING
 
 TITLE = "scheduling policies against FCFS on the real engine: waiting times under overload (about 25 minutes)"
@@ -70,19 +68,7 @@ class Choice:
 
 def choice(text: str) -> Choice:
     """`name`, or `name:parameter=value,...`; where the policy wants answer lengths it gets the true ones."""
-    name, _, rest = text.partition(":")
-    try:
-        parameters = {
-            key: yaml.safe_load(value) for key, value in (part.split("=") for part in rest.split(",") if rest)
-        }
-        if "predictor" in SCHEDULING.parameters(name):
-            parameters.setdefault("predictor", "oracle")
-        SCHEDULING.make(name, **parameters)
-    except PolicyError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: write a policy as name or name:parameter=value,...") from None
-    return Choice(text, {"name": name, **parameters})
+    return Choice(text, arguments.policy(SCHEDULING, text))
 
 
 def add_arguments(parser: argparse.ArgumentParser, policies: Sequence[str] = ()) -> None:

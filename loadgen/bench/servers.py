@@ -40,12 +40,16 @@ def default_model() -> str:
 
 @dataclass(slots=True)
 class Server:
-    """A server under measurement: where it answers, where it logs, and the processes it consists of."""
+    """A server under measurement: where it answers, where it logs, and the processes it consists of.
+
+    `env`: what its environment has beyond ours.
+    """
 
     name: str
     url: str
     log: Path
     process: subprocess.Popen[bytes]
+    env: dict[str, str] = field(default_factory=dict)
     _known: dict[int, psutil.Process] = field(default_factory=dict)
 
     def processes(self) -> list[psutil.Process]:
@@ -58,6 +62,18 @@ class Server:
                     self._known.setdefault(member.pid, member)
         self._known = {pid: p for pid, p in self._known.items() if p.is_running()}
         return list(self._known.values())
+
+    def named(self, part: str) -> list[psutil.Process]:
+        """Its living processes whose title contains `part`, oldest first."""
+        return sorted((p for p in self.processes() if part in pinning.title(p)), key=lambda p: p.create_time())
+
+    def gcs_address(self) -> str:
+        """Where a driver joins the Ray of this fleet: "auto" would take any Ray of the machine."""
+        marker = "--gcs-address="
+        arguments = (a for p in self.named("raylet/raylet") for a in pinning.title(p).split() if a.startswith(marker))
+        if (address := next(arguments, None)) is None:
+            raise RuntimeError(f"{self.name} has no raylet:\n{self.log_end()}")
+        return address.removeprefix(marker)
 
     def wait_until_ready(self, path: str, timeout_s: float) -> None:
         """Return when `path` answers 200; RuntimeError with the end of the log if that does not come."""
@@ -162,18 +178,19 @@ def start_fleet(
 
 def _start(name: str, port: int, command: list[str], env: dict[str, str], folder: Path) -> Server:
     log = folder / f"{name}.log"
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **env}
+    ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **env}
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**env, MARK: name, "SPT_NOENV": "1"},  # SPT_NOENV: process titles leave the environment block alone
+            # SPT_NOENV: process titles leave the environment block alone
+            env={**os.environ, **ours, MARK: name, "SPT_NOENV": "1"},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Server(name, f"http://127.0.0.1:{port}", log, process)
+    return Server(name, f"http://127.0.0.1:{port}", log, process, ours)
 
 
 @contextmanager

@@ -19,8 +19,9 @@ class Limits:
     stage_blocks: full blocks per stage, small enough that gathering them stays below a tenth of a step (16 blocks of a
     135M model: +3.5 % on the others' inter-token time). last_stage_blocks: full blocks that may be left for the pause.
     extra_stages: stages beyond those that the request's first size needs. growth_blocks: reserved beyond what it holds.
-    reserve_s, stage_s, park_s: patience for one answer before the pause. commit_s: for B's first token, in the pause.
-    query_s, queries: then B is asked so often, so long each. lease_s: a reservation on B without a word from A.
+    reserve_s, stage_s, park_s: patience for one answer before the pause. commit_s: for B's first token, in the pause; a
+    step of a busy CPU engine takes 0.3 s and B may be in one that has just begun. query_s, queries: then B is asked so
+    often, so long each. lease_s: a reservation on B without a word from A.
     keep_s: how long B remembers a move that ended; longer than any message can be under way.
     """
 
@@ -31,7 +32,7 @@ class Limits:
     reserve_s: float = 1.0
     stage_s: float = 5.0
     park_s: float = 1.0
-    commit_s: float = 0.3
+    commit_s: float = 2.0
     query_s: float = 0.25
     queries: int = 3
     lease_s: float = 10.0

@@ -14,15 +14,17 @@ order, the bounds and the cool-downs are ours. Each move is one request, which p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from policies.migration.standing import Standing, sizes
 from policies.registry import number, whole
 
-Reason = Literal["drain", "tier", "defragment", "balance"]
-REASONS: tuple[Reason, ...] = ("drain", "tier", "defragment", "balance")
+Reason = Literal["drain", "tier", "defragment", "balance", "hand"]
+FREEST = 3  # destinations that are looked at to see whether there is one
+CROWDED = 0.1  # of the KV cache is free, or less
+REASONS: tuple[Reason, ...] = ("drain", "tier", "defragment", "balance")  # most urgent first; hand: asked for by hand
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,12 @@ class Pairing:
         number("share", self.share, "It is a share of free KV blocks; 0.3 is the default.", above=0, high=1)
         number("cooldown_s", self.cooldown_s, "1 is the default; 0 has none.", low=0)
 
-    def moves(self, fleet: Sequence[Standing], allowance: float = math.inf) -> list[Move]:
+    def moves(
+        self, fleet: Sequence[Standing], allowance: float = math.inf, barred: Collection[tuple[Reason, str, str]] = ()
+    ) -> list[Move]:
         """The moves of one tick, most urgent first; ties by replica id.
 
+        `barred`: (reason, source, destination) not to pair.
         `allowance`: KV blocks that may still be sent under the cap on bytes/s (the level of a token bucket, <= 0: no
         move). A move is not cut to it, as one request may be larger than any bucket: it may overdraw.
         """
@@ -78,7 +83,7 @@ class Pairing:
         sendable = {standing.replica: math.floor(self.share * standing.free_blocks) for standing in fleet}
         chosen: list[Move] = []
         for reason in REASONS:
-            while allowance > 0 and (move := next(self._options(reason, now, sendable), None)):
+            while allowance > 0 and (move := next(self._options(reason, now, sendable, barred), None)):
                 chosen.append(move)
                 allowance -= move.budget
                 sendable[move.destination] -= move.budget
@@ -86,7 +91,28 @@ class Pairing:
                     now[name] = _expected(now[name], move, sign)
         return chosen
 
-    def _options(self, reason: Reason, now: dict[str, Standing], sendable: dict[str, int]) -> Iterator[Move]:
+    def relieved(self, fleet: Sequence[Standing]) -> list[str]:
+        """Crowded replicas off which a `tier` move could bring a runner if the highest tier waited there."""
+        free = (replace(d, incoming=0) for d in fleet)  # moves under way end
+        takers = sorted((d for d in free if self._takes("tier", d)), key=lambda d: (-d.phi, d.replica))[:FREEST]
+        sendable = {d.replica: math.floor(self.share * d.free_blocks) for d in takers}
+        found = []
+        for source in fleet:
+            crowded = source.running >= source.max_num_seqs or source.free_blocks < CROWDED * source.total_blocks
+            if source.state == "serving" and crowded and any(source.running_by_tier[1:]):
+                asked = replace(source, waiting_by_tier=(1,), head_blocks=source.total_blocks + 1, outgoing=0)
+                now = {d.replica: d for d in takers if d.replica != source.replica} | {source.replica: asked}
+                if next(self._options("tier", now, sendable, ()), None):
+                    found.append(source.replica)
+        return found
+
+    def _options(
+        self,
+        reason: Reason,
+        now: dict[str, Standing],
+        sendable: dict[str, int],
+        barred: Collection[tuple[Reason, str, str]],
+    ) -> Iterator[Move]:
         sources = [s for s in now.values() if self._gives(reason, s, now)]
         destinations = [d for d in now.values() if self._takes(reason, d)]
         destinations.sort(key=lambda d: (-d.phi, d.replica))
@@ -95,6 +121,8 @@ class Pairing:
                 gap = destination.phi - source.phi
                 if gap <= 0 or (reason == "balance" and gap < self.threshold):
                     break  # so are those that follow
+                if (reason, source.replica, destination.replica) in barred:
+                    continue
                 room = tuple(
                     self._room(reason, source, destination, tier, sendable[destination.replica], gap)
                     for tier in range(source.tiers)

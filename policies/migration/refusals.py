@@ -15,9 +15,10 @@ class Traits:
 
     multimodal: block hashes need features that do not travel. prompt_embeds: the prompt has no ids. pooling: no decode
     to go on with. other_attention: sliding-window, Mamba or hybrid caches, more than one KV group. pipeline_parallel:
-    layers are spread over stages. lora: the adapter may not be loaded there. parallel_sampling: n > 1 within one engine
-    request. prompt_logprobs: not delivered yet. speculative: draft state. unlike_engine: model, dtype, block size,
-    tensor parallelism or version differ, so bytes of a block mean something else.
+    layers are spread over stages. kv_connector: it keeps accounts of blocks of its own. lora: the adapter may not be
+    loaded there. parallel_sampling: n > 1 within one engine request. prompt_logprobs: not delivered yet. speculative:
+    draft state. unlike_engine: model, dtype, block size, tensor parallelism or version differ, so bytes of a block mean
+    something else, or the engine's blocks cannot be reached.
     """
 
     multimodal: bool = False
@@ -25,6 +26,7 @@ class Traits:
     pooling: bool = False
     other_attention: bool = False
     pipeline_parallel: bool = False
+    kv_connector: bool = False
     lora: bool = False
     parallel_sampling: bool = False
     prompt_logprobs: bool = False

@@ -53,7 +53,7 @@ class Victims:
 
         Lower tier first, then waiting before running, fewest blocks, request id. For `tier` only runners of tiers below
         the one that waits, as a waiting request holds nothing; for `defragment` of the queue only its head. A replica
-        that drains loses everything, so there neither cool-down nor `min_remaining` holds.
+        that drains loses everything, and a move by hand is wanted: there neither cool-down nor `min_remaining` holds.
         """
         able = [c for c in candidates if c.request_id not in busy and self._may(move, c)]
         return min(able, key=lambda c: (-c.tier, c.place == "decode", c.blocks, c.request_id), default=None)
@@ -63,7 +63,7 @@ class Victims:
             return False
         if not move.admits(candidate.tier, candidate.blocks):
             return False
-        if move.reason == "drain":
+        if move.reason in ("drain", "hand"):
             return True
         if candidate.moved_s < self.cooldown_s or candidate.tokens_left < self.min_remaining:
             return False

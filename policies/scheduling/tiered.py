@@ -116,7 +116,9 @@ class Tiered:
     def displaced(
         self, waiting: Sequence[Request], running: Sequence[Request], ctx: SchedulerContext
     ) -> Sequence[Request]:
-        """Runners of lower tiers that keep requests at the head of the queue out; a coordinator may move them away."""
+        """Runners of lower tiers that keep requests at the head of the queue out, once its grace is over."""
+        if ctx.grace_s and ctx.now - waiting[0].arrival_time < ctx.grace_s:
+            return ()
         return displaced(waiting, running, self._tier_of(), self._gate, ctx)
 
     def held_back(self, head: Request, running: Sequence[Request], ctx: SchedulerContext) -> Sequence[Request]:

@@ -67,3 +67,19 @@ def _renderer(config: Any) -> Any:
     if not _renderers:
         _renderers.append(renderer_from_config(config))
     return _renderers[0]
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses that were counted, in seconds."""
+    seen: list[float] = []
+    monkeypatch.setattr("app.fleet_client.metrics.paused", seen.append)
+    return seen
+
+
+@pytest.fixture
+def failovers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Reasons of the fail-overs that were counted."""
+    seen: list[str] = []
+    monkeypatch.setattr("app.streams.metrics.failed_over", seen.append)
+    return seen

@@ -21,6 +21,7 @@ from app.request_log import RequestLog
 from app.streams import Failover
 from app.vllm_compat import RequestOutputKind, SamplingParams, build_openai_app, tokens_input
 from deployments.delta_link import DeltaSender
+from deployments.routing import NoReplicaError
 from deployments.token_codec import decode_params
 from deployments.wire import Delta, Outcome, Submit, ticket
 
@@ -32,24 +33,42 @@ PROMPT = [504, 3575, 282]
 
 @dataclass
 class Submission:
-    """One call of `EngineReplica.generate` as a script sees it."""
+    """One run of a sequence on a replica as a script sees it: a call of `EngineReplica.generate`, or an adopted one."""
 
     submit: Submit
     params: SamplingParams
-    link: Callable[[str, Delta], None]
+    fleet: ScriptedReplicas
     sent: int = 0
     state: str = "running"
+    hop: int = 0
+    replica: str | None = None
+    parent: int = 0
+    task: asyncio.Task[Outcome] | None = None
+    attached: int = 0  # calls of `attach`
 
     def send(self, *ids: int, finish: str | None = None, **more: Any) -> None:
-        """Send the next tokens of this submission."""
-        s = self.submit
-        self.link(s.reply_to, Delta(s.rid, s.epoch, self.sent, list(ids), finish, **more))
+        """Send the next tokens of this run."""
+        self.send_late(self.sent, *ids, finish=finish, **more)
         self.sent += len(ids)
 
-    def send_late(self, start: int, *ids: int, epoch: int | None = None, finish: str | None = None) -> None:
-        """Send a delta that need not be the next one."""
-        s = self.submit
-        self.link(s.reply_to, Delta(s.rid, s.epoch if epoch is None else epoch, start, list(ids), finish))
+    def send_late(
+        self, start: int, *ids: int, epoch: int | None = None, finish: str | None = None, **more: Any
+    ) -> None:
+        """Send a delta that need not be the next one; the first of a hop says where it comes from."""
+        s, sender = self.submit, self.replica
+        if sender is not None:
+            more |= {"sender": sender, "parent": self.parent}
+            self.replica, self.parent = None, self.hop
+        epoch = s.epoch if epoch is None else epoch
+        self.fleet.link(s.reply_to, Delta(s.rid, epoch, start, list(ids), finish, hop=self.hop, **more))
+
+    def move(self, replica: str, script: Script, hop: int | None = None) -> Outcome:
+        """Let `replica` go on by `script`; what this run's call is to return."""
+        hop = self.hop + 1 if hop is None else hop
+        parent = self.parent if self.replica is not None else self.hop
+        run = Submission(self.submit, self.params, self.fleet, self.sent, hop=hop, replica=replica, parent=parent)
+        self.fleet.adopt(replica, script, run)
+        return Outcome(self.sent, moved_to=replica, hop=hop)
 
 
 Script = Callable[[Submission], Awaitable[Outcome]]
@@ -70,6 +89,17 @@ def says(ids: list[int], *, per_delta: int = 1) -> Script:
         return Outcome(call.sent, finish)
 
     return script
+
+
+def moves(replica: str, script: Script, *ids: int) -> Script:
+    """A script that sends these tokens and then gives the sequence to `replica`, where `script` goes on."""
+
+    async def moving(call: Submission) -> Outcome:
+        if ids:
+            call.send(*ids)
+        return call.move(replica, script)
+
+    return moving
 
 
 async def silent(call: Submission) -> Outcome:
@@ -106,25 +136,48 @@ class Response:
 
 
 class ScriptedReplicas:
-    """Stands for the Serve handle: each call runs the next script, the last one again and again."""
+    """Stands for the Serve handle: each submission runs the next script, the last one again and again.
+
+    `adopted` are the runs of moved sequences; `gone` are replicas that the router no longer knows.
+    """
 
     def __init__(self, link: Callable[[str, Delta], None], *scripts: Script) -> None:
-        self._link = link
+        self.link = link
         self.scripts = list(scripts)
         self.calls: list[Submission] = []
         self.sessions: list[int | None] = []
-        self.generate = self
+        self.adopted: list[Submission] = []
+        self.gone: set[str] = set()
+        self.generate = _Method(self._generate)
+        self.attach = _Method(self._attach)
 
-    def remote(self, frame: bytes, *, ticket: int, prompt_tokens: int, tier: int, session: int | None) -> Response:
+    def _generate(self, frame: bytes, *, ticket: int, prompt_tokens: int, tier: int, session: int | None) -> Response:
         submit = msgspec.msgpack.decode(frame, type=Submit)
         assert ticket == _ticket(submit)
         assert prompt_tokens == len(submit.prompt) + len(submit.output)
         assert tier == submit.priority
-        call = Submission(submit, decode_params(submit.params), self._link, len(submit.output))
+        call = Submission(submit, decode_params(submit.params), self, len(submit.output))
         script = self.scripts[min(len(self.calls), len(self.scripts) - 1)]
         self.calls.append(call)
         self.sessions.append(session)
         return Response(asyncio.get_running_loop().create_task(self._run(script, call)))
+
+    def adopt(self, replica: str, script: Script, run: Submission) -> None:
+        """Begin the run of a moved sequence on `replica`."""
+        self.adopted.append(run)
+        run.task = asyncio.get_running_loop().create_task(self._run(script, run))
+
+    def _attach(self, rid: str, epoch: int, hop: int, *, target_replica: str) -> Response:
+        return Response(asyncio.get_running_loop().create_task(self._outcome(rid, epoch, hop, target_replica)))
+
+    async def _outcome(self, rid: str, epoch: int, hop: int, replica: str) -> Outcome:
+        if replica in self.gone:
+            raise NoReplicaError(f"replica {replica} is gone")
+        for run in self.adopted:
+            if (run.submit.rid, run.submit.epoch, run.hop) == (rid, epoch, hop) and run.task is not None:
+                run.attached += 1
+                return await run.task  # cancelling the call aborts the run
+        return Outcome(0, fault="engine", message="unknown")
 
     async def _run(self, script: Script, call: Submission) -> Outcome:
         try:
@@ -140,8 +193,15 @@ class ScriptedReplicas:
 
     @property
     def running(self) -> int:
-        """Submissions that neither ended nor were aborted."""
-        return sum(call.state == "running" for call in self.calls)
+        """Runs that neither ended nor were aborted."""
+        return sum(call.state == "running" for call in self.calls + self.adopted)
+
+
+class _Method:
+    """A method of a Serve handle."""
+
+    def __init__(self, remote: Callable[..., Response]) -> None:
+        self.remote = remote
 
 
 def _ticket(submit: Submit) -> int:

@@ -105,7 +105,11 @@ def test_nobody_can_go_on(run: Any, make_fleet: FleetMaker) -> None:
     """Out of attempts, a stream that has begun ends with an error that says how far it came."""
 
     async def scenario() -> None:
-        fleet = await make_fleet(lost_with(ActorDiedError(), 500, 501), failover=Failover(max_attempts=2, timeout_s=5))
+        fleet = await make_fleet(
+            lost_with(ActorDiedError(), 500, 501),
+            over_zmq=False,
+            failover=Failover(max_attempts=2, timeout_s=5),
+        )
         fleet.replicas.scripts.append(lost_with(ActorDiedError()))
         outputs = fleet.client.generate(tokens_input(PROMPT), params(), "r")
         assert (await anext(outputs)).outputs[0].token_ids == [500, 501]
@@ -121,7 +125,11 @@ def test_one_lost_sequence_ends_its_siblings(run: Any, make_fleet: FleetMaker) -
 
     async def scenario() -> None:
         fleet = await make_fleet(
-            silent, lost_with(ZeroDivisionError("a bug"), 500), silent, failover=Failover(max_attempts=1, timeout_s=5)
+            silent,
+            lost_with(ZeroDivisionError("a bug"), 500),
+            silent,
+            over_zmq=False,
+            failover=Failover(max_attempts=1, timeout_s=5),
         )
         with pytest.raises(ZeroDivisionError):
             await collect(fleet, params(n=3, temperature=1.0))
@@ -181,7 +189,7 @@ def test_lost_last_tokens_are_noticed(run: Any, make_fleet: FleetMaker, monkeypa
     monkeypatch.setattr("app.streams._LAST_DELTA_S", 0.1)
 
     async def scenario() -> None:
-        fleet = await make_fleet(lost_with(Outcome(5, "stop")), silent)
+        fleet = await make_fleet(lost_with(Outcome(5, "stop")), silent, over_zmq=False)
         fleet.replicas.scripts[1] = says(fleet.ids("ok"))
         assert (await collect(fleet))[0][0] == "ok"
 

@@ -254,11 +254,11 @@ def test_nothing_is_left_behind(run: Any, make_fleet: FleetMaker) -> None:
                 for _ in range(rng.randint(0, 3)):
                     await asyncio.sleep(0)
                 event = rng.random()
-                if event < 0.03:
-                    raise rng.choice([ActorDiedError(), NoReplicaError("none"), ZeroDivisionError("a bug")])
                 if event < 0.05:
+                    raise rng.choice([*[ActorDiedError()] * 3, NoReplicaError("none"), ZeroDivisionError("a bug")])
+                if event < 0.07:
                     return Outcome(call.sent, fault=rng.choice(["request", "engine"]), message="broken")
-                if event < 0.10:
+                if event < 0.12:
                     late = rng.choice(fleet.replicas.calls)
                     late.send_late(rng.randint(0, 9), 777, finish=rng.choice([None, "stop"]))
                 call.send(ids[position % len(ids)])

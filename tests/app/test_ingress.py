@@ -18,7 +18,7 @@ from deployments.wire import ReplicaReport
 
 def start(config: dict[str, Any]) -> None:
     """Run the constructor up to its first refusal."""
-    asyncio.run(cast(Any, Ingress).__init__(SimpleNamespace(), config, "/model", None))
+    asyncio.run(cast(Any, Ingress).__init__(SimpleNamespace(), config, "/model", None, None))
 
 
 def test_open_host_without_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +58,14 @@ def test_fleet_state() -> None:
     assert (told["state"], told["running"], told["waiting"]) == ("serving", 3, 2)
     assert (told["running_by_tier"], told["waiting_by_tier"], told["freeness"]) == ([1, 2], [0, 2], free)
     assert (told["free_blocks"], told["total_blocks"], told["queued_tokens"], told["preemptions"]) == (90, 100, 700, 1)
+
+
+def test_migration_state_is_the_coordinators() -> None:
+    """Who has a handle of the application learns the coordinator's state from it."""
+
+    async def answer() -> dict[str, Any]:
+        return {"moves": {}}
+
+    coordinator = SimpleNamespace(state=SimpleNamespace(remote=answer))
+    asked = cast(Any, Ingress).migration_state(SimpleNamespace(_coordinator=coordinator))
+    assert asyncio.run(asked) == {"moves": {}}

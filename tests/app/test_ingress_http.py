@@ -147,7 +147,7 @@ def test_loss_in_mid_stream_is_told_in_band(run: Any, make_fleet: FleetMaker, pa
     """A stream that no replica can go on with ends with an error event and [DONE]; a whole answer is 503."""
 
     async def scenario() -> None:
-        fleet = await make_fleet(silent)
+        fleet = await make_fleet(silent, over_zmq=False)
         fleet.replicas.scripts[:] = [lost_with(ActorDiedError(), *fleet.ids("Rome is")), lost_with(ActorDiedError())]
         answer = await fleet.post(path, {**BODIES[path], "stream": True})
         assert answer.status == 200
@@ -160,6 +160,31 @@ def test_loss_in_mid_stream_is_told_in_band(run: Any, make_fleet: FleetMaker, pa
         whole = await fleet.post(path, BODIES[path])
         assert whole.status == 503
         assert "retry-after" in whole.headers
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_an_engine_cannot_go_on_with_is_told_in_band(run: Any, make_fleet: FleetMaker, path: str) -> None:
+    """A replica whose grammar refuses the tokens so far ends the sequence with an error: in-band, or 500, no retry."""
+
+    async def scenario() -> None:
+        fleet = await make_fleet(silent, over_zmq=False)
+
+        async def refuses(call: Submission) -> Outcome:
+            call.send(finish="error")
+            return Outcome(call.sent, "error")
+
+        fleet.replicas.scripts[:] = [lost_with(ActorDiedError(), *fleet.ids("Rome is")), refuses]
+        answer = await fleet.post(path, {**BODIES[path], "stream": True})
+        assert (answer.status, answer.text, reasons(answer)) == (200, "Rome is", [])
+        assert answer.events[-1] == "[DONE]"
+        assert answer.events[-2]["error"]["code"] == 500
+        assert len(fleet.replicas.calls) == 2
+        fleet.replicas.calls.clear()
+        whole = await fleet.post(path, BODIES[path])
+        assert whole.status == 500
+        assert whole.json()["error"]["message"]
 
     run(scenario())
 

@@ -1,22 +1,25 @@
-"""One stream: exactly-once by epoch and position, and what each submission carries."""
+"""One stream: what each submission carries, how often it is sent, and under which reason a loss is counted."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.exceptions import RayServeException
 
+from app.calls import REASONS
 from app.errors import NoReplicaAvailable
 from app.incoming import Incoming
-from app.streams import Failover, Stream, run_stream
+from app.stream import Stream
+from app.streams import Failover, run_stream
 from app.vllm_compat import SamplingParams
-from deployments.wire import Delta, Outcome
+from deployments.routing import NoReplicaError
+from deployments.wire import Delta, Outcome, trace_id
 
-from .scripted_fleet import Script, ScriptedReplicas, Submission
+from .scripted_fleet import Script, ScriptedReplicas, Submission, lost_with
 
 
 def new_stream(tier: int = 1, **more: Any) -> Stream:
@@ -24,25 +27,12 @@ def new_stream(tier: int = 1, **more: Any) -> Stream:
     return Stream("rid", [1, 2, 3], SamplingParams(max_tokens=9), 12.5, Incoming(tier, session=77), **more)
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 12), st.integers(0, 4)), max_size=60))
-def test_accepts_only_what_is_next(deltas: list[tuple[int, int, int]]) -> None:
-    """Whatever deltas come, the delivered tokens are the positions 0, 1, 2, ... of the current epoch, each once."""
-    stream = new_stream(epoch=2)
-    for epoch, start, size in deltas:
-        before = len(stream.delivered)
-        taken = stream.accept(epoch, start, list(range(start, start + size)))
-        assert taken == (epoch == 2 and start == before)
-        assert len(stream.delivered) == before + (size if taken else 0)
-    assert stream.delivered == list(range(len(stream.delivered)))
-
-
 async def drive(stream: Stream, *scripts: Script, failover: Failover) -> tuple[ScriptedReplicas, list[Exception]]:
     """Run a stream over scripted replicas; the submissions and what it failed with."""
 
     def link(reply_to: str, delta: Delta) -> None:
         assert reply_to == "tcp://ingress"
-        if stream.accept(delta.epoch, delta.start, delta.token_ids) and delta.finish_reason:
-            stream.finished.set()
+        stream.take(delta, 0.0)
 
     replicas, failures = ScriptedReplicas(link, *scripts), list[Exception]()
     fail = lambda failed, error: failures.append(error)  # noqa: E731
@@ -97,3 +87,48 @@ def test_no_more_attempts_after_the_time() -> None:
     replicas, failures = asyncio.run(drive(new_stream(), dies, failover=Failover(100, 0.1)))
     assert 2 <= len(replicas.calls) <= 4
     assert len(failures) == 1
+
+
+LOSSES = [
+    (ActorDiedError(), "actor_died"),
+    (ActorUnavailableError("gone", None), "actor_died"),
+    (RayServeException("a bug of Serve"), "other"),
+    (Outcome(0, fault="engine", message="engine_dead: EngineCore died"), "engine_dead"),
+    (Outcome(0, fault="engine", message="draining"), "draining"),
+    (Outcome(0, fault="engine", message="stalled"), "stalled"),
+    (Outcome(0, fault="engine", message="ValueError: draining"), "other"),
+    (Outcome(3, "stop"), "tokens_lost"),
+    (NoReplicaError("none"), "no_replica"),
+]
+
+
+@pytest.mark.parametrize(("loss", "reason"), LOSSES, ids=lambda value: value if isinstance(value, str) else "")
+def test_fail_overs_are_counted_by_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, loss: Exception | Outcome, reason: str
+) -> None:
+    """Each re-send counts once under a label of a small set, and its log line has the trace id of the request."""
+    monkeypatch.setattr("app.streams._LAST_DELTA_S", 0.05)
+    counted: list[str] = []
+    monkeypatch.setattr("app.streams.metrics.failed_over", counted.append)
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+    async def answers(call: Submission) -> Outcome:
+        call.send(7, finish="stop")
+        return Outcome(1, "stop")
+
+    stream = new_stream(trace={"traceparent": f"00-{trace}-00f067aa0ba902b7-01"})
+    with caplog.at_level(logging.WARNING, "ray.serve"):
+        replicas, failures = asyncio.run(drive(stream, lost_with(loss), answers, failover=Failover(3, 5.0)))
+    assert (failures, stream.delivered, len(replicas.calls)) == ([], [7], 2)
+    assert counted == [reason]
+    assert reason in REASONS
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("ray.serve.app")]
+    assert f"failover request=rid trace={trace} epoch=1 hop=0 delivered=0 reason={reason}" in line
+
+
+@pytest.mark.parametrize(
+    "headers", [None, {}, {"traceparent": "00-xyz"}, {"traceparent": f"00-{'0' * 32}-00f067aa0ba902b7-01"}]
+)
+def test_no_trace_id(headers: dict[str, str] | None) -> None:
+    """A request without a valid traceparent has "-" in its log lines."""
+    assert trace_id(headers) == "-"

@@ -153,6 +153,14 @@ def test_stopping_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     assert our_serve_replica.is_stopping() is True
 
 
+def test_stopping_replica_takes_calls_until_it_is_empty() -> None:
+    """A replica that is told to stop refuses calls only after its last one has ended: moves off it can be followed."""
+    stops = inspect.getsource(serve_replica.Replica._perform_graceful_shutdown)
+    order = [stops.index(step) for step in ("_shutting_down = True", "_drain_ongoing_requests(", "_quiescing = True")]
+    assert order == sorted(order), "pinned calls to a stopping replica: see FleetRouter._check_unlisted"
+    assert "_shutting_down" not in inspect.getsource(serve_replica.Replica._can_accept_request)
+
+
 def test_http_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """`http_host` reads the host of the HTTP options that Serve's client has fetched from the controller."""
     source = inspect.getsource(serve_client.ServeControllerClient)

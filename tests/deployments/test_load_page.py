@@ -78,6 +78,20 @@ def test_policy_is_seen_once(page: LoadPage, name: str) -> None:
     other.close()
 
 
+def test_grace_holds_until_its_end(page: LoadPage, name: str) -> None:
+    """The other side sees the seconds until the time that was set, none before any was, and the newest setting only."""
+    other = LoadPage.open(name)
+    assert other.grace_s(100.0) == 0.0
+    page.set_grace(0.5, until=110.0)
+    assert [other.grace_s(now) for now in (100.0, 109.9, 110.0, 200.0)] == [0.5, 0.5, 0.0, 0.0]
+    page.set_grace(2.0, until=105.0)
+    assert [other.grace_s(now) for now in (100.0, 106.0)] == [2.0, 0.0]
+    page.write(figures(3), [1, 2])
+    page.set_policy({"name": "fcfs"})
+    assert other.grace_s(100.0) == 2.0
+    other.close()
+
+
 def test_open_refuses_what_is_no_page(name: str) -> None:
     """A missing file and a file that is something else each give an error that says what to do."""
     with pytest.raises(LoadPageError, match="create it"):

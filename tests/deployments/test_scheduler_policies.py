@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from deployments.hints import hints_of, tiers_of
+from deployments.load_page import LoadPage
 from deployments.scheduler import make_policy
 from policies.predictors import LearnedPredictor
 from policies.registry import PolicyError
@@ -106,6 +108,26 @@ def test_a_full_batch_of_the_lowest_tier_makes_way(full: str, policy: str, async
             assert any("critical" in step for step in driver.plan[steps : steps + 2])
             assert "critical" in driver.admitted
     assert len(driver.finished) == 13
+
+
+@BOTH
+def test_a_higher_tier_waits_for_help_as_long_as_its_grace(async_scheduling: bool) -> None:
+    """With room elsewhere (the page says so) nobody makes way for three steps; once that is past, one does."""
+    page = LoadPage.create(f"tidegate-test-{uuid.uuid4().hex}")
+    page.set_grace(2.5, until=40.0)
+    driver = driver_of({"name": "fcfs"}, async_scheduling, seqs=2, page=page.name, tiers=FOUR)
+    arrivals = [(0, request(f"low{i}", 10, 200, arrival=0.0, tier=3)) for i in range(2)]
+    arrivals += [(20, request("early", 10, 4, arrival=20.0)), (60, request("late", 10, 4, arrival=60.0))]
+    preempted, entered = dict[int, int](), dict[str, int]()
+    for number in play(driver, arrivals):
+        preempted[number] = driver.scheduler.preemptions
+        for name in driver.admitted:
+            entered.setdefault(name, number - 1)
+    assert (preempted[23], preempted[24]) == (0, 1)
+    assert entered["early"] in (23, 24)
+    assert (preempted[60], preempted[61]) == (1, 2)
+    assert entered["late"] in (60, 61)
+    page.close()
 
 
 @BOTH

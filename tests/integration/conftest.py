@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from .servers import Server, running, start_fleet, start_plain, wait_ready
+from .servers import Server, running, start_elastic, start_fleet, start_pair, start_plain, wait_ready
 
 
 def _run(server: Server, ready: str) -> Iterator[Server]:
@@ -35,6 +35,18 @@ def fleet() -> Iterator[Server]:
 def fleet2() -> Iterator[Server]:
     """Our fleet with two float32 replicas, new for each module: for tests that kill parts of it."""
     yield from _run(start_fleet(replicas=2, dtype="float32"), "/health/ready")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Server]:
+    """Our fleet with two float32 replicas and room for long prompts, new for each module: for moves between them."""
+    yield from _run(running("pair") or start_pair(), "/health/ready")
+
+
+@pytest.fixture(scope="module")
+def elastic() -> Iterator[Server]:
+    """Our fleet with two small float32 replicas, new for each module: for tests that kill and replace parts of it."""
+    yield from _run(running("elastic") or start_elastic(), "/health/ready")
 
 
 @pytest.hookimpl(wrapper=True)

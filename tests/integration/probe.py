@@ -1,4 +1,4 @@
-"""Calls a running fleet through its Python handle, from a process of its own.
+"""Calls a running fleet through its Python handles, from a process of its own.
 
 A test process that joined the fleet's Ray cluster could join no other; so a child does it: one JSON line per question.
 """
@@ -12,6 +12,10 @@ import sys
 from typing import Any
 
 from .servers import ROOT, Server, ray_environment
+
+APPLICATION = "tidegate"
+#: Questions that no deployment answers, in the place of its name.
+PROCESS, DASHBOARD = "process of", "dashboard"
 
 
 class CallFailed(Exception):
@@ -39,11 +43,14 @@ class Probe:
                 text=True,
             )
 
-    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of the application's handle; a list of pieces if its name ends in _stream."""
+    def call(self, method: str, *arguments: Any, deployment: str | None = None, **named: Any) -> Any:
+        """Call a method of the application's handle, or of one deployment's.
+
+        Returns a list of pieces if the method's name ends in _stream.
+        """
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        self._child.stdin.write(json.dumps([method, arguments, named]) + "\n")
+        self._child.stdin.write(json.dumps([deployment, method, arguments, named]) + "\n")
         self._child.stdin.flush()
         while line := self._child.stdout.readline():
             if line.startswith("answer "):
@@ -51,6 +58,14 @@ class Probe:
             if line.startswith("failed "):
                 raise CallFailed(*json.loads(line.removeprefix("failed ")))
         raise RuntimeError(f"the probe ended:\n{self._log.read_text()[-3000:]}")
+
+    def pid(self, replica: str) -> int:
+        """Process id of an engine replica."""
+        return self.call(replica, deployment=PROCESS)
+
+    def dashboard(self) -> str:
+        """URL of the cluster's dashboard, which `serve deploy` talks to."""
+        return self.call("", deployment=DASHBOARD)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The last load report of each replica: replica id -> running, waiting, free_blocks, state, ..."""
@@ -81,23 +96,39 @@ def _gcs_address(server: Server) -> str:
 def main() -> None:
     """Answer questions from standard input until it closes."""
     import ray
-    from ray import serve
 
-    ray.init(log_to_driver=False, logging_level="ERROR")  # RAY_ADDRESS says where
-    handle = serve.get_app_handle("tidegate")
+    context = ray.init(log_to_driver=False, logging_level="ERROR", namespace="serve")  # RAY_ADDRESS says where
     for line in sys.stdin:
-        method, arguments, named = json.loads(line)
+        deployment, method, arguments, named = json.loads(line)
+        answer: Any
         try:
-            if method.endswith("_stream"):
-                pieces = getattr(handle.options(stream=True), method).remote(*arguments, **named)
-                answer = list(pieces)
+            if deployment == DASHBOARD:
+                answer = f"http://{context.dashboard_url}"
+            elif deployment == PROCESS:
+                answer = _process(method)
             else:
-                answer = getattr(handle, method).remote(*arguments, **named).result(timeout_s=60)
+                answer = _called(deployment, method, arguments, named)
         except Exception as error:
             cause = getattr(error, "cause", None) or error
             print("failed " + json.dumps([type(cause).__name__, str(cause)]), flush=True)
         else:
             print("answer " + json.dumps(answer), flush=True)
+
+
+def _called(deployment: str | None, method: str, arguments: list[Any], named: dict[str, Any]) -> Any:
+    from ray import serve
+
+    handle = serve.get_deployment_handle(deployment, APPLICATION) if deployment else serve.get_app_handle(APPLICATION)
+    if method.endswith("_stream"):
+        return list(getattr(handle.options(stream=True), method).remote(*arguments, **named))
+    return getattr(handle, method).remote(*arguments, **named).result(timeout_s=60)
+
+
+def _process(replica: str) -> int:
+    import ray
+
+    actor = ray.get_actor(f"SERVE_REPLICA::{APPLICATION}#EngineReplica#{replica}")
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOGS = Path(tempfile.gettempdir()) / "tidegate-test-logs"
 TAG = "TIDEGATE_TEST_SERVER"
 MAX_MODEL_LEN = 2048
+PAIR_MODEL_LEN = 4608
 MAX_NUM_SEQS = 8
 MAX_QUEUED = 64
 MAX_BODY_BYTES = 1 << 20
@@ -86,6 +88,11 @@ class Server:
         found = [p for p in self.processes() if part in _title(p)]
         return sorted(found, key=lambda p: p.create_time())
 
+    def shared_memory(self) -> list[str]:
+        """Files in /dev/shm that name a process of this server, living or not."""
+        pids = {str(pid) for pid, _ in self.seen}
+        return sorted(p.name for p in Path("/dev/shm").glob("tidegate*") if pids & set(p.name.split("-")))
+
     def stop(self, timeout: float = 60.0) -> list[str]:
         """Interrupt as ctrl-C does; kill what is left after `timeout` seconds and return it (a clean end: nothing)."""
         if self.process is None:
@@ -99,7 +106,7 @@ class Server:
             while (left := self.processes()) and time.monotonic() < deadline:
                 self.process.poll()
                 time.sleep(0.2)
-            described = [f"{p.pid} {_title(p)[:100]}" for p in left]
+            described = [f"{p.pid} {_title(p)[:100]}" for p in left] + self.shared_memory()
         finally:  # an interrupted wait must not leave a fleet running either
             for process in left:
                 with suppress(psutil.NoSuchProcess):
@@ -196,9 +203,12 @@ def start_plain(core: int = 1) -> Server:
     return _start("plain", command, f"http://127.0.0.1:{port}", env)
 
 
-def fleet_config(port: int, replicas: int, dtype: str) -> dict:
-    """A Serve config file's content for the fleet on `port`, as a user would write it."""
-    args = {
+def fleet_config(port: int, replicas: int, dtype: str, **sections: Any) -> dict:
+    """A Serve config file's content for the fleet on `port`, as a user would write it.
+
+    `sections` of `args` are put over those here, key by key.
+    """
+    args: dict[str, Any] = {
         "model_loading_config": {"model_id": MODEL},
         "deployment_config": {"num_replicas": replicas},
         "cpu": {"threads_per_replica": 1},
@@ -218,19 +228,39 @@ def fleet_config(port: int, replicas: int, dtype: str) -> dict:
             "enable_prompt_tokens_details": True,
         },
     }
+    args |= {name: {**args.get(name, {}), **section} for name, section in sections.items()}
     application = {"name": "tidegate", "route_prefix": "/", "import_path": "app.main:build", "args": args}
     return {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
 
 
-def start_fleet(replicas: int, dtype: str) -> Server:
-    """Our application in its own Ray, through `serve run CONFIG`."""
+def start_fleet(replicas: int, dtype: str, **sections: Any) -> Server:
+    """Our application in its own Ray, through `serve run CONFIG`; `sections` as in `fleet_config`."""
     port = free_port()
     # Unix socket paths below the session folder must stay under 108 characters: keep this one short.
     ray_dir = Path(tempfile.mkdtemp(prefix="tg", dir="/tmp"))
     config = ray_dir / "serve_config.yaml"
-    config.write_text(yaml.safe_dump(fleet_config(port, replicas, dtype)))
+    config.write_text(yaml.safe_dump(fleet_config(port, replicas, dtype, **sections)))
     command = [str(Path(sys.executable).with_name("serve")), "run", "--address", "local", str(config)]
     return _start(f"fleet{replicas}", command, f"http://127.0.0.1:{port}", ray_environment(ray_dir), ray_dir)
+
+
+def start_pair() -> Server:
+    """Two float32 replicas with room for long prompts."""
+    return start_fleet(replicas=2, dtype="float32", engine_kwargs={"max_model_len": PAIR_MODEL_LEN})
+
+
+def start_elastic() -> Server:
+    """Two small float32 replicas that reserve so little that more of them and a new version fit the machine.
+
+    They move no request of their own accord.
+    """
+    return start_fleet(
+        replicas=2,
+        dtype="float32",
+        engine_kwargs={"max_model_len": 1024, "kv_cache_memory_bytes": 128 << 20},
+        deployment_config={"ray_actor_options": {"num_cpus": 0.1}},
+        migration={"enabled": False},
+    )
 
 
 def ray_environment(ray_dir: Path) -> dict[str, str]:

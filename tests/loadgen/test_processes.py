@@ -96,3 +96,19 @@ def test_marked_processes_belong_to_their_server(tmp_path: Path) -> None:
     assert len(orphans) == 1
     server.stop(grace_s=1)
     assert server.processes() == []
+
+
+def test_ray_of_a_fleet_is_found_by_its_raylet(tmp_path: Path) -> None:
+    """Processes are found by a part of their title, and where to join Ray is what the server's own raylet was told."""
+    arguments = ["raylet/raylet", "--gcs-address=10.1.2.3:456"]
+    command = [sys.executable, "-c", SPIN, *arguments]
+    server = servers._start(f"demo-{time.time_ns()}", servers.free_port(), command, {"RAY_X": "1"}, tmp_path)
+    try:
+        assert [p.pid for p in server.named("raylet/raylet")] == [server.process.pid]
+        assert server.named("VLLM::EngineCore") == []
+        assert server.gcs_address() == "10.1.2.3:456"
+        assert server.env["RAY_X"] == "1"
+    finally:
+        server.stop(grace_s=1)
+    with pytest.raises(RuntimeError, match="no raylet"):
+        server.gcs_address()

@@ -13,7 +13,7 @@ from policies.migration import handshake as h
 BLOCK = 4  # tokens
 TOTAL = 200  # blocks of a replica
 LIFE = 2.0  # seconds that a message may be under way
-LIMITS = e.Limits(2, 1, 2, 2, reserve_s=0.5, park_s=0.5, stage_s=1.0, queries=2, lease_s=3.0, keep_s=8.0)
+LIMITS = e.Limits(2, 1, 2, 2, 0.5, 1.0, 0.5, commit_s=0.3, queries=2, lease_s=3.0, keep_s=8.0)
 A_HOP, B_HOP = 1, 2
 
 

@@ -210,6 +210,25 @@ def test_order_of_reasons() -> None:
     assert [move.reason for move in Pairing().moves(seen(fleet))] == ["balance"]
 
 
+@given(fleets(waits=False, drains=False))
+def test_who_can_be_relieved(fleet: dict[str, Replica]) -> None:
+    """A crowded replica is told of help exactly if a top-tier request that waits there would make a `tier` move.
+
+    Both ways: with help a move follows, and without it none does, whatever waits there.
+    """
+    relieved = Pairing().relieved(seen(fleet))
+    for name, replica in fleet.items():
+        full = replica.free < M / 10 or len(replica.running) >= SEQS
+        replica.waiting = [(0, M + 1)]
+        moves = [(move.reason, move.source) for move in Pairing().moves(seen(fleet))]
+        replica.waiting = []
+        if name in relieved:
+            assert full
+            assert ("tier", name) in moves
+        elif full and replica.state == "serving":
+            assert ("tier", name) not in moves
+
+
 def test_cool_downs_and_moves_under_way() -> None:
     """A replica that just took does not give, one that just gave does not take, moves under way use up the slots."""
     a, b = seen({"a": Replica([(0, 24)] * 8), "b": Replica()}, SINGLE)
@@ -245,6 +264,18 @@ def test_bytes_cap() -> None:
     """An empty allowance moves nothing; a small one lets a single larger move through and ends the tick."""
     fleet = seen({f"r{i}": Replica([(0, 10)] * 12) if i % 2 else Replica() for i in range(6)}, SINGLE)
     assert [len(Pairing().moves(fleet, allowance)) for allowance in (math.inf, 1, 0, -3)] == [3, 1, 0, 0]
+
+
+@given(fleets(), st.data())
+def test_barred_pairs_are_passed_over(fleet: dict[str, Replica], data: st.DataObject) -> None:
+    """No move is made that is barred; barring what would not have been made anyway changes nothing."""
+    figures = seen(fleet)
+    made = [(move.reason, move.source, move.destination) for move in Pairing().moves(figures)]
+    barred = set(data.draw(st.lists(st.sampled_from(made)))) if made else set()
+    left = [(move.reason, move.source, move.destination) for move in Pairing().moves(figures, barred=barred)]
+    assert not barred & set(left)
+    others = set(itertools.product(REASONS, fleet, fleet)) - set(made)
+    assert [(m.reason, m.source, m.destination) for m in Pairing().moves(figures, barred=others)] == made
 
 
 MOVE = Move("a", "b", "balance", ((1, 50),) * 3)
@@ -285,8 +316,10 @@ def test_who_stays() -> None:
     behind, head = replace(able, place="waiting"), replace(able, place="head")
     assert Victims().choose(replace(MOVE, reason="defragment"), [behind]) is None
     assert Victims().choose(replace(MOVE, reason="defragment"), [behind, head]) == head
-    leaving = replace(MOVE, reason="drain")
-    assert [Victims().choose(leaving, [request]) is not None for request in stays] == [False, True, True] + [False] * 3
+    for reason in ("drain", "hand"):
+        leaving = replace(MOVE, reason=reason)
+        went = [Victims().choose(leaving, [request]) is not None for request in stays]
+        assert went == [False, True, True] + [False] * 3
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,26 @@ def test_nobody_leaves_beside_one_whose_leaving_is_enough() -> None:
     assert displaced(queue, [small, large], {"small": 3, "large": 3}, None, context(1, free=2, run=2)) == [large]
 
 
+def test_a_grace_spares_runners_until_the_request_has_waited_so_long() -> None:
+    """With room elsewhere nobody is sent back for a request that came less than its grace ago; then as ever.
+
+    What the policy preempts within its own tier has nothing to do with it.
+    """
+    tiered, batch = Tiered(FCFS(), STRICT), [running("low", 100, priority=3)]
+    plain = context(1, run=1, seqs=1)
+    tiered.on_scheduled(batch[0], 100, plain)
+    for grace_s, waited, leaving in ((0.0, 0.0, batch), (0.5, 0.0, []), (0.5, 0.4, []), (0.5, 0.6, batch)):
+        ctx = replace(plain, grace_s=grace_s)
+        assert list(tiered.select_preemptions([waiting("high", 0, waited=waited)], batch, ctx)) == leaving
+    own = Tiered(SCHEDULING.make("larry_preemptive"), STRICT)
+    peers = [running("peer", 900, output=1, priority=0)]
+    own.on_scheduled(peers[0], 900, plain)
+    queue = [waiting("old", 0, waited=10.0, prompt=10), waiting("new", 0, prompt=10)]
+    assert own.select_preemptions(queue, peers, replace(plain, grace_s=60.0)) == own.select_preemptions(
+        queue, peers, plain
+    )
+
+
 def test_a_gate_counts_as_lack_of_room() -> None:
     """Where the policy's gate holds a higher tier back, lower ones make way until it opens."""
     policy = SCHEDULING.make("no_preempt")
