@@ -1,10 +1,12 @@
-"""When a process ends: an EngineCore with the replica that started it, a replica at once when it is told to."""
+"""When a process ends: an EngineCore with the replica that started it, a replica soon after it is told to."""
 
 from __future__ import annotations
 
 import ctypes
 import multiprocessing
 import signal
+
+TERMINATION_S = int(signal.SIGTERM)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -19,10 +21,20 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def end_on_sigterm() -> None:
-    """Let SIGTERM end this process at once, as SIGKILL does; may be called from any thread.
+class Termination:
+    """From its making on, SIGTERM ends this process after `TERMINATION_S` and no sooner; may be made in any thread.
 
-    Ray's own handler takes an actor off its calls and leaves its threads running, for 50 s as seen: a replica would
-    report that it serves and answer nothing. (`signal.signal` works in the main thread only, which is Ray's.)
+    Ray's own handler takes an actor off its calls at once and leaves its threads running, for 50 s as seen: a replica
+    would report that it serves and answer nothing. The main thread, which alone may use `signal.signal`, is Ray's and
+    waits in C++. So the handler is a function of libc that needs no Python and is safe there: alarm(2). It is called
+    with the signal's number, 15, as its seconds, and SIGALRM ends the process unless it has ended before.
     """
-    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # None: SIG_DFL
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGTERM, ctypes.cast(libc.alarm, ctypes.c_void_p))
+
+    @property
+    def ordered(self) -> bool:
+        """Whether SIGTERM has come."""
+        return signal.getitimer(signal.ITIMER_REAL)[0] > 0

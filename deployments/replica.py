@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 import uuid
@@ -22,7 +23,7 @@ from deployments.migration.engine_kv import EngineKV
 from deployments.migration.peers import Peers
 from deployments.migration.running import Migration
 from deployments.migration.sequences import Sequences
-from deployments.parent import end_on_sigterm
+from deployments.parent import TERMINATION_S, Termination
 from deployments.reports import ReportPublisher
 from deployments.serve_replica import is_stopping, log_kept
 from deployments.settings import ReplicaSettings, live_settings, policy_spec
@@ -32,6 +33,7 @@ from policies.migration.standing import Standing
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
+_TO_LEAVE_S = 0.5  # for the last answers of a process that ends
 _HAND_BACK_S = 5.0  # before Serve kills a replica that it stops
 _LEAVE_S = 10.0  # for the last sequences of a replica that Serve thinks empty: nobody may have attached to them yet
 _submit_decoder = msgspec.msgpack.Decoder(Submit)
@@ -52,7 +54,7 @@ class EngineReplica:
             from deployments.engine import generate, start_engine
 
             self._engine = start_engine(engine_args, policy_spec(settings.scheduling), self._page.name, settings.tiers)
-        end_on_sigterm()
+        self._termination = Termination()
         self._page.unlink()  # both sides have it mapped: no file is left, however this replica ends
         self._links = DeltaSender(self._ingress_lost)
         self._first_tokens = FirstTokens(settings.tiers.get("ttft_slo_s", ()))
@@ -150,7 +152,7 @@ class EngineReplica:
 
     def _looked_at(self, outcome: Outcome) -> Outcome:
         if outcome.fault == "engine" and self._engine.errored:
-            self._die()
+            self._die("has a dead engine")
         return outcome
 
     def _ingress_lost(self, reply_to: str) -> None:
@@ -176,27 +178,34 @@ class EngineReplica:
         await self._engine.check_health()
 
     async def _watch_engine(self) -> None:
-        """Leave routing at once when Serve stops this replica or its engine dies or stalls, busy or not."""
-        stopping = False
+        """Leave routing at once when this replica is stopped or its engine dies or stalls, busy or not."""
+        stopping, ends_at = False, math.inf
         while not self._engine.errored:
             if not stopping and is_stopping():
                 stopping = True
                 self._leave(self._stop_s)
+            now = time.monotonic()
+            if self._termination.ordered:
+                if ends_at == math.inf:
+                    ends_at = now + TERMINATION_S - 2 * _TO_LEAVE_S
+                    self._leave(TERMINATION_S - _HAND_BACK_S)
+                if not self._sequences.running or now > ends_at:
+                    return self._die("was sent SIGTERM")
             figures = self._page.read()
-            if figures and self._stall.stalled(figures.steps, figures.running + figures.waiting > 0, time.monotonic()):
+            if figures and self._stall.stalled(figures.steps, figures.running + figures.waiting > 0, now):
                 for sequence in self._sequences.running:
                     self._sequences.hand_back(sequence, "stalled")
-                break
+                return self._die("has a stalled engine")
             await asyncio.sleep(0.05)
-        self._die()
+        self._die("has a dead engine")
 
-    def _die(self) -> None:
+    def _die(self, why: str) -> None:
         """Tell every router, give pending answers a moment to leave, then end the process (Serve starts another)."""
-        logger.error("the engine of replica %s is dead: leaving routing and ending the process", self._replica_id)
+        logger.error("replica %s %s: leaving routing and ending the process", self._replica_id, why)
         self._migration.draining.stop()
         self._reports.set_state("dead")
         self._page.close()
-        asyncio.get_running_loop().call_later(0.5, os._exit, 1)
+        asyncio.get_running_loop().call_later(_TO_LEAVE_S, os._exit, 1)
 
     async def __del__(self) -> None:
         end = time.monotonic() + _LEAVE_S

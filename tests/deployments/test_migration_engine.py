@@ -201,18 +201,13 @@ def test_what_ended_or_was_preempted_is_told(pair: Pair) -> None:
         (candidate,) = await a.kv.candidates()
         assert (candidate.request_id, candidate.place, candidate.refused) == (sequence.request_id, "decode", None)
         own = a.kv._own(sequence.request_id)
-        for _ in range(20):  # until it is caught in the queue: it resumes in the next step
-            await a.kv._call("preempt", request=own)
-            parked = await a.kv.park(sequence.request_id, 0, LEASE_S)
-            if parked.held == 0:
-                break
-            await a.kv.unpark(sequence.request_id)
-            await sequence.grow_to(len(parked.output) + 1)
-        await sequence.grow_to(len(parked.output))
+        parked = await a.kv._call("preempt_and_park", request=own, lease_s=LEASE_S)
+        assert (parked["held"], parked["computed"], parked["copied"]) == (0, 0, 0)
+        await sequence.grow_to(len(parked["output"]))
         old, sequence.hop = sequence.request_id, 1
         await b.kv.reserve("m", 0, LEASE_S)
-        entries = b.kv.adoption("m", parked.computed, 0, 0, ())
-        sequence.begin(b, {"output": parked.output, **entries})
+        entries = b.kv.adoption("m", parked["computed"], 0, 0, ())
+        sequence.begin(b, {"output": parked["output"], **entries})
         await a.engine.abort(old)
         await sequence.end()
         equal(sequence, stayed)

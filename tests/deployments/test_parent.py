@@ -5,13 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import psutil
 
-from deployments.parent import end_on_sigterm, end_with_parent
+from deployments.parent import TERMINATION_S, Termination, end_with_parent
 
 
 def _grandchild(pipe: Connection) -> None:
@@ -45,20 +45,26 @@ def test_a_main_process_is_left_alone() -> None:
 
 
 def _deaf(pipe: Connection) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: None)  # as a process of Ray's: its handler does not end it
-    thread = threading.Thread(target=end_on_sigterm)
-    thread.start()
-    thread.join()
-    pipe.send("ready")
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))  # as a process of Ray's has one of its own
+    with ThreadPoolExecutor(1) as other:
+        termination = other.submit(Termination).result()
+    pipe.send(termination.ordered)
+    while not termination.ordered:
+        time.sleep(0.01)
+    pipe.send(signal.getitimer(signal.ITIMER_REAL)[0])
+    signal.setitimer(signal.ITIMER_REAL, 0.1)  # the rest of the time in short
     time.sleep(60)
 
 
-def test_sigterm_ends_a_process_whatever_handler_it_has() -> None:
-    """Also when it is asked for in another thread than the main one."""
+def test_sigterm_gives_a_process_a_last_moment_whatever_handler_it_had() -> None:
+    """It is noticed, the process lives on and is ended by the alarm; asked for in another thread than the main one."""
     here, there = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=_deaf, args=(there,))
     child.start()
     assert here.poll(60)
+    assert here.recv() is False
     child.terminate()
+    assert here.poll(60)
+    assert TERMINATION_S - 5 < here.recv() <= TERMINATION_S
     child.join(10)
-    assert child.exitcode == -signal.SIGTERM
+    assert child.exitcode == -signal.SIGALRM

@@ -102,6 +102,7 @@ class Rig:
         self.page, self.reports, self.links = Page(), Reports(), Links()
         self.engine = SimpleNamespace(errored=False)
         self.draining = Draining()
+        self.termination = SimpleNamespace(ordered=False)
         parts: dict[str, Any] = {
             "_page": self.page,
             "_reports": self.reports,
@@ -109,6 +110,7 @@ class Rig:
             "_engine": self.engine,
             "_migration": SimpleNamespace(draining=self.draining),
             "_stall": StallWatch(None),
+            "_termination": self.termination,
             "_replica_id": "r1",
             "_stop_s": 7.0,
         }
@@ -300,6 +302,35 @@ def test_stalled_engine_ends_the_replica(monkeypatch: pytest.MonkeyPatch) -> Non
         outcome = await call
         assert (outcome.fault, outcome.message) == ("engine", "stalled")
         assert rig.reports.states == ["dead"]
+        await asyncio.sleep(0.7)
+        assert exits == [1]
+
+    asyncio.run(scenario())
+
+
+def test_sigterm_drains_the_replica_and_ends_it_when_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves routing at once, is given a bounded time to drain, and its process ends after its last sequence."""
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setattr(replica, "is_stopping", lambda: False)
+    left = asyncio.Event()
+
+    async def until_left(submit: Submit, entries: dict[str, Any], emit: Any) -> Outcome:
+        await left.wait()
+        return Outcome(1, "stop")
+
+    async def scenario() -> None:
+        rig = Rig(until_left)
+        rig.termination.ordered = True
+        call = asyncio.create_task(rig.call())
+        await asyncio.sleep(0)
+        watch = asyncio.create_task(rig.replica._watch_engine())
+        await asyncio.sleep(0.2)
+        assert (rig.reports.states, rig.draining.within) == (["draining"], [10.0])
+        left.set()
+        assert await call == Outcome(1, "stop")
+        await asyncio.wait_for(watch, 5)
+        assert rig.reports.states == ["draining", "dead"]
         await asyncio.sleep(0.7)
         assert exits == [1]
 

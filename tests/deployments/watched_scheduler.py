@@ -28,9 +28,9 @@ class WatchedScheduler(PolicyScheduler):
             "preemptions": self.preemptions,
         }
 
-    def _kv_preempt(self, request: str) -> dict[str, Any]:
-        """Preempt a running request, as for want of blocks."""
+    def _kv_preempt_and_park(self, request: str, lease_s: float) -> Any:
+        """Preempt a running request, as for want of blocks, and park it before it resumes in the next step."""
         found = self.requests[request]
         self.running.remove(found)
         self._preempt_request(found, 0.0)
-        return {}
+        return self._kv_park(request, 0, 0, lease_s)
