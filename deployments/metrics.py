@@ -59,7 +59,7 @@ def paused(seconds: float) -> None:
 
 
 def failed_over(reason: str) -> None:
-    """Count a sequence that is sent again because its replica cannot go on (`died`, `stalled`, `draining`, ...)."""
+    """Count a sequence that is sent again because its replica cannot go on (app/calls.py has the reasons)."""
     if ray.is_initialized():
         name = "tidegate_failovers_total"
         _counter(name, "Sequences sent again elsewhere", "reason").inc(tags={"reason": bounded("reason", reason)})
