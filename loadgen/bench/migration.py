@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--copies",
         type=arguments.count,
-        default=24,
+        default=6,
         help="moves beside other requests, of the longest prompt (default: %(default)s)",
     )
 
@@ -170,6 +170,8 @@ async def _beside_others(
     for _ in range(copies):
         # As long a time before as the move takes is compared with, and one before that as the comparison's own error.
         await asyncio.sleep(QUIET_S + 2 * (copied[-1]["seconds"] if copied else QUIET_S))
+        if copied and moving.over:
+            break  # its answer was too short for so many moves
         destination = _other(at, source)
         began = time.perf_counter()
         ended = await control.move(source, destination)
@@ -180,7 +182,7 @@ async def _beside_others(
         copied.append({**ended, "seconds": answered - began, "others": slowed})
         if ended["outcome"] in move_figures.MOVED:
             source = destination
-    if over := [s for s in (moving, *(s for streams in others.values() for s in streams)) if s.over]:
+    if over := [s for streams in others.values() for s in streams if s.over]:
         why = over[0].error or "the answers were too short"
         raise RuntimeError(f"{len(over)} streams ended while they were measured: {why}")
     return copied
