@@ -188,7 +188,7 @@ def _start(name: str, port: int, command: list[str], env: dict[str, str], folder
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            process_group=0,  # not a session: the kernel shares the CPU by session, and the client's one starved beside it
+            process_group=0,  # not a session: the kernel shares the CPU by session, a client in another starved
         )
     return Server(name, f"http://127.0.0.1:{port}", log, process, ours)
 

@@ -28,9 +28,10 @@ still drop the request, after it only client and ingress can end it. So A may no
 ingress raises when it re-sends, then the hop, a new number for each commit that A sends. The ingress takes the next
 index only, and only from one submission: it goes over to a newer one if that one's first token is the next and goes
 on from the submission that the client's last token is from, which it names (it waits for A's last ones if they are
-still under way), or bars it for good. The sender of what is never taken is aborted. So if two replicas do run one request (a death reported in error; an executor that died or stood still while its engine
-lives and whose park lease ran out), the first to deliver goes on and the other is ended. If A has announced the move
-and B is dead, barred or silent, the ingress re-sends.
+still under way), or bars it for good. The sender of what is never taken is aborted. So if two replicas do run one
+request (a death reported in error; an executor that died or stood still while its engine lives and whose park lease
+ran out), the first to deliver goes on and the other is ended. If A has announced the move and B is dead, barred or
+silent, the ingress re-sends.
 """
 
 from __future__ import annotations

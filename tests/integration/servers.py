@@ -153,7 +153,7 @@ def _start(name: str, command: list[str], url: str, env: dict[str, str], ray_dir
     with log.open("w") as out:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            process_group=0,  # not a session: the kernel shares the CPU by session, and the tests' one starved beside it
+            process_group=0,  # not a session: the kernel shares the CPU by session, tests in another starved
             preexec_fn=_end_with_parent,
         )  # fmt: skip
     server = Server(name=name, url=url, log=log, mark=mark, process=process, ray_dir=ray_dir)
