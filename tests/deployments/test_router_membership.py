@@ -114,7 +114,7 @@ def test_stopping_replica_takes_pinned_calls_only(run: Any, monkeypatch: pytest.
 
     Moves off it, and the calls that follow a request that came to it last, need that.
     """
-    monkeypatch.setattr(deployments.router, "DRAINING_SILENT_S", 0.3)
+    monkeypatch.setattr(deployments.router, "DRAINING_SILENT_S", 2.0)
 
     async def scenario() -> None:
         fleet = Fleet("a", "b", balancing={**LEAST, "stale_s": 0.1})
@@ -129,7 +129,9 @@ def test_stopping_replica_takes_pinned_calls_only(run: Any, monkeypatch: pytest.
             assert await fleet.pick() == "b"
             assert await fleet.pick(target_replica="a") == "a"
         assert fleet.router.table.ids == ["b"]
-        await asyncio.sleep(0.6)
+        async with asyncio.timeout(30):
+            while "a" in fleet.router.reports:
+                await asyncio.sleep(0.1)
         with pytest.raises(NoReplicaError, match="gone"):
             await fleet.pick(target_replica="a")
         assert set(fleet.router.reports) == {"b"}
