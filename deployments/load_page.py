@@ -86,6 +86,7 @@ class LoadPage:
     def __init__(self, path: Path, memory: mmap.mmap, *, owner: bool) -> None:
         self.name = path.name
         self._path: Path | None = path if owner else None
+        self._descriptor: int | None = None  # of a page that is no file
         self._memory = memory
         self._view = memoryview(memory)
         self._words = self._view[:_FIGURES_AT].cast("Q")
@@ -103,6 +104,19 @@ class LoadPage:
             page = cls(path, mmap.mmap(fd, _SIZE), owner=True)
         finally:
             os.close(fd)
+        page._words[_MAGIC_WORD] = _MAGIC
+        return page
+
+    @classmethod
+    def anonymous(cls) -> LoadPage:
+        """Make an empty page that is no file, so that none is left however this process ends.
+
+        Other processes of this user open it by its `name`, a path in /proc, until `unlink`.
+        """
+        fd = os.memfd_create("tidegate")
+        os.ftruncate(fd, _SIZE)
+        page = cls(Path(f"/proc/{os.getpid()}/fd/{fd}"), mmap.mmap(fd, _SIZE), owner=True)
+        page.name, page._descriptor = str(page._path), fd
         page._words[_MAGIC_WORD] = _MAGIC
         return page
 
@@ -216,10 +230,12 @@ class LoadPage:
         return self._grace[0] if now < self._grace[1] else 0.0
 
     def unlink(self) -> None:
-        """Remove the file; who has the page open keeps it. Call it once the engine is up: then no crash leaves one."""
-        if self._path is not None:
+        """Remove the file, or the name of a page that is none; who has the page open keeps it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        elif self._path is not None:
             self._path.unlink(missing_ok=True)
-            self._path = None
+        self._path = self._descriptor = None
 
     def close(self) -> None:
         """Unmap the page and, in the process that made it, remove the file. May be called twice."""

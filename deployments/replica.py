@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import time
-import uuid
 from functools import partial
 from typing import Any
 
@@ -49,13 +48,13 @@ class EngineReplica:
         if settings.threads is not None:
             cores = bound_cores(context.rank.local_rank, settings.threads, os.cpu_count() or 1)
             engine_args = bind_cpu(engine_args, cores)
-        self._page = LoadPage.create(f"tidegate-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        self._page = LoadPage.anonymous()
         with log_kept():  # vLLM reads its environment when imported: not before this
             from deployments.engine import generate, start_engine
 
             self._engine = start_engine(engine_args, policy_spec(settings.scheduling), self._page.name, settings.tiers)
         self._termination = Termination()
-        self._page.unlink()  # both sides have it mapped: no file is left, however this replica ends
+        self._page.unlink()  # both sides have it mapped
         self._links = DeltaSender(self._ingress_lost)
         self._first_tokens = FirstTokens(settings.tiers.get("ttft_slo_s", ()))
         watched = self._first_tokens.watching(partial(generate, self._engine))

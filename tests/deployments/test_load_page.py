@@ -198,3 +198,17 @@ def test_figures_that_are_not_whole_are_never_returned(page: LoadPage, name: str
     with pytest.raises(LoadPageError, match="damaged"):
         other.read()
     other.close()
+
+
+def test_a_page_without_a_file_is_shared_by_its_name() -> None:
+    """Another mapping by `name` sees what is written and outlives the name, which is a descriptor's and no file's."""
+    ours = LoadPage.anonymous()
+    assert "memfd" in os.readlink(ours.name)
+    theirs = LoadPage.open(ours.name)
+    ours.unlink()
+    with pytest.raises(LoadPageError):
+        LoadPage.open(ours.name)
+    theirs.set_policy({"name": "fcfs"})
+    assert ours.policy_if_changed(0) == (1, {"name": "fcfs"})
+    theirs.close()
+    ours.close()
