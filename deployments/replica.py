@@ -207,6 +207,8 @@ class EngineReplica:
         asyncio.get_running_loop().call_later(_TO_LEAVE_S, os._exit, 1)
 
     async def __del__(self) -> None:
+        if not hasattr(self, "_watch"):
+            return  # stopped while it started: its engine ends with the process
         end = time.monotonic() + _LEAVE_S
         while self._sequences.running and time.monotonic() < end:
             await asyncio.sleep(0.05)

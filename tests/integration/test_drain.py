@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,19 @@ def unmoved(elastic: Server, mover: Mover) -> Unmoved:
     return made
 
 
-def serve(mover: Mover, replicas: int) -> list[str]:
-    """Wait until exactly so many replicas serve; returns their ids."""
-    until(lambda: len(mover.serving()) == replicas, STARTED_WITHIN_S, f"{replicas} serving replicas", every=0.5)
-    return mover.serving()
+def serve(mover: Mover, replicas: int, besides: Sequence[str] = ()) -> list[str]:
+    """Wait until exactly so many replicas serve, and none of `besides`; returns their ids."""
+    serving: list[str] = []
+
+    def there() -> bool:
+        try:
+            serving[:] = mover.serving()
+        except CallFailed:  # Serve gives no handle of an application while it changes its version
+            return False
+        return len(serving) == replicas and not set(serving) & set(besides)
+
+    until(there, STARTED_WITHIN_S, f"{replicas} serving replicas", every=0.5)
+    return serving
 
 
 def deploy(elastic: Server, mover: Mover, change: Callable[[dict[str, Any]], None]) -> None:
@@ -172,8 +181,7 @@ def test_a_new_version_under_load(elastic: Server, mover: Mover, unmoved: Unmove
     with Load(unmoved, elastic, QUESTIONS, clients=6) as load:
         until(load.more(4), ANSWERED_WITHIN_S, "answers of the old version")
         deploy(elastic, mover, change)
-        until(lambda: len(mover.serving()) == 2 and not set(old) & set(mover.serving()), STARTED_WITHIN_S,
-              "two new replicas", every=0.5)  # fmt: skip
+        serve(mover, 2, besides=old)
         until(load.more(8), ANSWERED_WITHIN_S, "answers of the new version")
     load.check()
 
