@@ -358,5 +358,5 @@ def test_soak(pair: Server, mover: Mover, unmoved: Unmoved) -> None:
                 time.sleep(chance.uniform(0, 0.3))
     print(f"answered {load.answered}, left {load.left}, moves {dict(moves)}")
     load.check()
-    assert moves["done"] > SOAK_S / 4, moves
+    assert moves["done"] > SOAK_S / 18, moves
     assert pair.shared_memory() == files
