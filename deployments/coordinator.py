@@ -171,10 +171,8 @@ class Coordinator:
         destination = destination or freest(standings, source)
         if destination is None:
             raise ValueError(f"there is no other replica that serves: {source!r} can give to nobody")
-        move, give = (
-            Move(source, destination, "hand", room=()),
-            Give("hand", destination, rid=rid, count=count, how=how),
-        )
+        move = Move(source, destination, "hand", room=())
+        give = Give("hand", destination, rid=rid, count=count, how=how)
         given = await self._give(self._plan.begin(move, now), move, give)
         if given is None:
             given = Given(0, [Moved(rid or "", "failed", "no_answer")])

@@ -122,29 +122,51 @@ class ReportPublisher:
             tickets, _ = self._page.admitted_since(known, until=figures.admitted)
         self._recent.append(tickets)
         self._seq += 1
-        report = ReplicaReport(
+        report = report_of(
+            figures,
             replica=self._replica_id,
             seq=self._seq,
-            t=figures.t,
             state=self._state,
-            free_blocks=figures.free_blocks,
-            total_blocks=figures.total_blocks,
-            block_size=figures.block_size,
-            running=figures.running,
-            waiting=figures.waiting,
-            queued_tokens=figures.queued_tokens,
-            head_blocks=figures.head_blocks,
-            batch_tokens=figures.batch_tokens,
-            max_num_seqs=figures.max_num_seqs,
-            preemptions=figures.preemptions,
             admitted=[ticket for tickets in self._recent for ticket in tickets],
-            running_by_tier=_trimmed(figures.running_by_tier),
-            waiting_by_tier=_trimmed(figures.waiting_by_tier),
             settings=self._settings,
             settings_t=self._settings_t,
         )
         self._socket.send(self._encode(report), zmq.NOBLOCK)  # PUB drops rather than blocks
         self._sent, self._sent_at = figures, time.monotonic()
+
+
+def report_of(
+    figures: Figures,
+    *,
+    replica: str,
+    seq: int,
+    state: ReplicaState,
+    admitted: list[int],
+    settings: dict[str, Any] | None = None,
+    settings_t: float = 0.0,
+) -> ReplicaReport:
+    """The report that tells these figures."""
+    return ReplicaReport(
+        replica=replica,
+        seq=seq,
+        t=figures.t,
+        state=state,
+        free_blocks=figures.free_blocks,
+        total_blocks=figures.total_blocks,
+        block_size=figures.block_size,
+        running=figures.running,
+        waiting=figures.waiting,
+        queued_tokens=figures.queued_tokens,
+        head_blocks=figures.head_blocks,
+        batch_tokens=figures.batch_tokens,
+        max_num_seqs=figures.max_num_seqs,
+        preemptions=figures.preemptions,
+        admitted=admitted,
+        running_by_tier=_trimmed(figures.running_by_tier),
+        waiting_by_tier=_trimmed(figures.waiting_by_tier),
+        settings=settings,
+        settings_t=settings_t,
+    )
 
 
 def _trimmed(by_tier: Sequence[int]) -> list[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-LONGEST_LOOK_S = (
-    1.0  # of the time between two looks; more of it the watching process itself did not run (SIGSTOP, swap)
-)
+LONGEST_LOOK_S = 1.0  # counted between two looks: for longer the watching process itself did not run (SIGSTOP, swap)
 FIRST_STEPS = 3  # may compile
 PATIENCE = 10  # times as long for those
 

@@ -19,11 +19,11 @@ from deployments.wire import trace_id
 from policies.migration.handshake import Plan, State
 from policies.migration.pairing import REASONS, Move, Reason
 from policies.migration.victims import Candidate
+from policies.tiers import MAX_TIERS
 
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
 _ALL_AT_ONCE = 1 << 30  # blocks left for the pause: no stage before it
-_TIERS = 16
 _LARGEST = 1 << 40  # blocks
 
 
@@ -96,7 +96,7 @@ class Departures:
 
     def _move(self, order: Give) -> Move:
         reason: Reason = next((known for known in REASONS if known == order.reason), "hand")
-        room = tuple((least, most) for least, most in order.room) or ((0, _LARGEST),) * _TIERS
+        room = tuple((least, most) for least, most in order.room) or ((0, _LARGEST),) * MAX_TIERS
         return Move(self._replica, order.destination, reason, room, order.waiting_tier)
 
     async def _named(self, order: Give, rid: str, candidates: list[Candidate]) -> Moved:

@@ -15,7 +15,7 @@ from rich.console import Console
 from loadgen import arguments, arrivals, lengths
 from loadgen.bench import pinning, servers
 from loadgen.bench.fleet_control import BY_SESSION, SESSION_HEADER, FleetControl, sessions, settle
-from loadgen.bench.tiers import PUNCTUAL_S, TEMPLATE_TOKENS, steady_rate
+from loadgen.bench.tiers import ENGINE, PUNCTUAL_S, START_TIMEOUT_S, TEMPLATE_TOKENS, steady_rate
 from loadgen.client import Prompt, StreamingClient, closed_loop, open_loop
 from loadgen.metrics import RequestRecord, paired_ratio, percentile, summarise
 from loadgen.report import Stamp, Steps, show
@@ -24,18 +24,6 @@ TITLE = "everything is sent to one of two replicas: TTFT and TGT with live migra
 SEEDS = (0, 1, 2)
 
 REPLICAS = 2
-ENGINE: dict[str, Any] = {
-    "max_model_len": 1024,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 256,
-    "block_size": 32,
-    "kv_cache_memory_bytes": 64 << 20,
-    "gpu_memory_utilization": 0.05,
-    "enable_prefix_caching": False,
-    "enforce_eager": True,
-    "dtype": "bfloat16",
-}
-START_TIMEOUT_S = 300.0
 KEYS = ("p50_ttft_ms", "p95_ttft_ms", "p50_tgt_s", "p95_tgt_s", "p50_e2el_ms", "p95_e2el_ms")
 
 

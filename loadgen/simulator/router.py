@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deployments.wire import ReplicaReport
+from deployments.reports import report_of
 from loadgen.simulator.replica import Replica
 from policies.admission import AdmissionQueue, Verdict
 from policies.balancing import BALANCING, UsesTiers
@@ -58,24 +58,12 @@ class Router:
             return
         figures, tickets = replica.figures(), replica.board.tickets
         self._reports += 1
-        report = ReplicaReport(
+        report = report_of(
+            figures._replace(t=now),
             replica=replica.name,
             seq=self._reports,
-            t=now,
             state="serving",
-            free_blocks=figures.free_blocks,
-            total_blocks=figures.total_blocks,
-            block_size=figures.block_size,
-            running=figures.running,
-            waiting=figures.waiting,
-            queued_tokens=figures.queued_tokens,
-            head_blocks=figures.head_blocks,
-            batch_tokens=figures.batch_tokens,
-            max_num_seqs=figures.max_num_seqs,
-            preemptions=figures.preemptions,
             admitted=tickets[self._tickets[index] :],
-            running_by_tier=list(figures.running_by_tier),
-            waiting_by_tier=list(figures.waiting_by_tier),
         )
         self._heard[index], self._versions[index], self._tickets[index] = now, version, len(tickets)
         self.table.apply(report, now)

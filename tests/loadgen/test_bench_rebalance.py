@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.bench import rebalance
+from loadgen.bench import rebalance, tiers
 from loadgen.bench.fleet_control import SESSION_HEADER
 from loadgen.metrics import RequestRecord
 
@@ -35,7 +35,7 @@ def test_requests_of_a_run_carry_the_session() -> None:
     """All requests name the session, and text and answer fit the engine's window."""
     asked = rebalance.prompts(50, "s", np.random.default_rng(0))
     assert {p.headers[SESSION_HEADER] for p in asked} == {"s"}
-    assert all(len(p.text.split()) + p.output_len <= rebalance.ENGINE["max_model_len"] for p in asked)
+    assert all(len(p.text.split()) + p.output_len <= tiers.ENGINE["max_model_len"] for p in asked)
 
 
 def test_ratios_are_of_the_same_seed() -> None:
