@@ -42,6 +42,9 @@ class KVBlocks:
                 f"KV caches of {[tuple(layer.shape) for layer in self.layers]} are not {self.blocks} blocks"
             )
         self.block_bytes = len(self.layers) * self.rows * first[0].numel() * first.element_size()
+        # Torch copies rows of bfloat16 element by element, half as fast.
+        word = first.dtype if first.shape[-1] * first.element_size() % 8 else torch.int64
+        self._words = [layer.view(word) for layer in self.layers]
         self.format = [
             *(len(self.layers), self.rows, str(first.dtype), *first.shape[1:]),
             *sorted({group.backend.get_name() for groups in runner.attn_groups for group in groups}),
@@ -58,7 +61,7 @@ class KVBlocks:
         """Put these blocks into the outgoing segment, whose region begins at its block `first`."""
         self._outgoing.claim(first * self.block_bytes, (first + len(blocks)) * self.block_bytes)
         index = self._index(blocks)
-        for layer, place in zip(self.layers, self._view(self._out, first, len(blocks)), strict=True):
+        for layer, place in zip(self._words, self._view(self._out, first, len(blocks)), strict=True):
             if layer.device.type == "cpu":
                 torch.index_select(layer, 0, index, out=place)
             else:
@@ -67,7 +70,7 @@ class KVBlocks:
     def copy_in(self, blocks: list[int], first: int) -> None:
         """Fill these blocks from the incoming segment, whose region begins at its block `first`."""
         index = self._index(blocks)
-        for layer, place in zip(self.layers, self._view(self._in, first, len(blocks)), strict=True):
+        for layer, place in zip(self._words, self._view(self._in, first, len(blocks)), strict=True):
             layer.index_copy_(0, index, place.to(layer.device))
 
     def _index(self, blocks: list[int]) -> torch.Tensor:
@@ -75,10 +78,10 @@ class KVBlocks:
         return torch.tensor(rows, device=self.layers[0].device)
 
     def _view(self, memory: torch.Tensor, first: int, blocks: int) -> torch.Tensor:
-        """So many blocks of a segment as [layer, row, ...], in the cache's dtype."""
-        layer = self.layers[0]
+        """So many blocks of a segment as [layer, row, ...], in the words that are copied."""
+        layer = self._words[0]
         region = memory[first * self.block_bytes : (first + blocks) * self.block_bytes].view(layer.dtype)
-        return region.view(len(self.layers), blocks * self.rows, *layer.shape[1:])
+        return region.view(len(self._words), blocks * self.rows, *layer.shape[1:])
 
 
 def _attention(runner: Any) -> list[Any]:

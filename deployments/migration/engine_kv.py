@@ -32,7 +32,7 @@ T = TypeVar("T")
 _ALIVE_S = 0.1  # an answer that is under way is checked for the engine's death so often
 _POKE_S = 0.25  # an idle engine makes no steps: while leases run it is asked so often
 _AT_ONCE = 16  # of the longest requests that can be on their way out of, or into, one engine
-_LONG_COPY = 4 << 20  # bytes; a longer copy leaves the event loop
+LONG_COPY = 4 << 20  # bytes; a longer copy leaves the event loop
 
 
 class Gone(Exception):
@@ -329,7 +329,7 @@ class EngineKV:
 
 
 async def _copied(copy: Callable[[], T], size: int) -> T:
-    return await asyncio.to_thread(copy) if size > _LONG_COPY else copy()
+    return await asyncio.to_thread(copy) if size > LONG_COPY else copy()
 
 
 def _fingerprint(config: Any, formats: list[list[Any]]) -> str:

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from deployments.migration.engine_kv import LONG_COPY
 from deployments.migration.messages import Answer, Message, decode_answer, encode
 from deployments.migration.source import DestinationDead, Unreachable
 from deployments.router import FleetRouter
@@ -71,10 +72,14 @@ class Peers:
     async def call(self, replica: str, message: Message, parts: Many[np.ndarray]) -> Answer | None:
         """Send a message with its KV through the object store; returns the answer."""
         handle = self._connect()
-        refs = [await asyncio.to_thread(ray.put, part) for part in parts]  # they live until the answer is here
+        refs = [await _put(part) for part in parts]  # they live until the answer is here
         try:
             return decode_answer(await handle.migration.remote(encode(message), *refs, target_replica=replica))
         except NoReplicaError as error:
             raise Unreachable(str(error)) from None
         except RayActorError as error:
             raise DestinationDead(str(error)) from None
+
+
+async def _put(part: np.ndarray) -> ray.ObjectRef:
+    return await asyncio.to_thread(ray.put, part) if part.nbytes > LONG_COPY else ray.put(part)
