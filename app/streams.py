@@ -43,8 +43,8 @@ async def run_stream(
 ) -> None:
     """Keep one sequence running until its last token or a final error (`fail`); cancelling aborts it on its replica.
 
-    A lost replica is answered by a new submission elsewhere, which goes on after the tokens that the client has. The
-    bounds count from the first loss since the last token; moves do not count.
+    A lost replica is answered by a new submission elsewhere, which goes on after the tokens that the client has.
+    Attempts count from the last token on, the time to find a replica from the last loss; moves do not count.
     """
     deadline, lost, had = math.inf, 0, 0
     while True:
@@ -63,8 +63,9 @@ async def run_stream(
             return fail(stream, error)
         if len(stream.delivered) > had:
             deadline, lost, had = math.inf, 0, len(stream.delivered)
+        if isinstance(problem, Lost):  # the time in that replica's queue was not spent looking for one
+            deadline, lost = math.inf, lost + 1
         deadline = min(deadline, time.monotonic() + failover.timeout_s)
-        lost += isinstance(problem, Lost)
         if lost >= failover.max_attempts or time.monotonic() > deadline:
             return fail(stream, _given_up(stream, lost, problem))
         reason = problem.reason if isinstance(problem, Lost) else "no_replica"  # the router has waited for one already

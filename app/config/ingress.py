@@ -210,7 +210,7 @@ class FailoverConfig(BaseModel):
         gt=0,
         le=3600,
         strict=True,
-        description="How long after its first failure since its last token a sequence may be sent again.",
+        description="How long a sequence whose replica failed is kept while no other can take it.",
         json_schema_extra=_SECONDS,
     )
     stall_s: Annotated[float, Field(ge=1, le=86_400, strict=True)] | None = Field(

@@ -77,15 +77,31 @@ def test_attempts_are_counted(attempts: int) -> None:
     assert [type(error) for error in failures] == [NoReplicaAvailable]
 
 
-def test_no_more_attempts_after_the_time() -> None:
-    """Attempts end `timeout_s` after the first loss, even if some are left."""
+def test_the_time_in_a_replicas_queue_does_not_count() -> None:
+    """A sequence that loses each replica after longer than `timeout_s` still has all its attempts."""
 
     async def dies(call: Submission) -> Outcome:
         await asyncio.sleep(0.06)
         raise ActorDiedError
 
-    replicas, failures = asyncio.run(drive(new_stream(), dies, failover=Failover(100, 0.1)))
-    assert 2 <= len(replicas.calls) <= 4
+    replicas, failures = asyncio.run(drive(new_stream(), dies, failover=Failover(4, 0.05)))
+    assert len(replicas.calls) == 4
+    assert len(failures) == 1
+
+
+def test_time_without_a_replica_is_bounded() -> None:
+    """While nobody can take the sequence it is kept for `timeout_s` after the loss, however many attempts are left."""
+
+    async def dies_then_nobody(call: Submission) -> Outcome:
+        await asyncio.sleep(0.01)
+        if losses:
+            raise NoReplicaError("none")
+        losses.append(call)
+        raise ActorDiedError
+
+    losses: list[Submission] = []
+    replicas, failures = asyncio.run(drive(new_stream(), dies_then_nobody, failover=Failover(100, 0.1)))
+    assert 2 <= len(replicas.calls) < 30
     assert len(failures) == 1
 
 

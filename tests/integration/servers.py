@@ -31,6 +31,7 @@ TAG = "TIDEGATE_TEST_SERVER"
 MAX_MODEL_LEN = 2048
 PAIR_MODEL_LEN = 4608
 MAX_NUM_SEQS = 8
+TIER_GRACE_S = 30.0  # in the pair of replicas between which requests move
 MAX_QUEUED = 64
 MAX_BODY_BYTES = 1 << 20
 
@@ -246,8 +247,13 @@ def start_fleet(replicas: int, dtype: str, **sections: Any) -> Server:
 
 
 def start_pair() -> Server:
-    """Two float32 replicas with room for long prompts."""
-    return start_fleet(replicas=2, dtype="float32", engine_kwargs={"max_model_len": PAIR_MODEL_LEN})
+    """Two float32 replicas with room for long prompts, where a higher tier waits long enough for a move."""
+    return start_fleet(
+        replicas=2,
+        dtype="float32",
+        engine_kwargs={"max_model_len": PAIR_MODEL_LEN},
+        migration={"tier_grace_s": TIER_GRACE_S},
+    )
 
 
 def start_elastic() -> Server:

@@ -16,7 +16,7 @@ from .probe import Probe
 from .servers import MAX_NUM_SEQS, Server, until
 from .shapes import CHAT, chat
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ENGINE, REPLICA = "VLLM::EngineCore", "ray::ServeReplica:tidegate:EngineReplica"
 TOKENS = 60
@@ -139,7 +139,6 @@ def test_no_replica_left(fleet2: Server, probe: Probe) -> None:
     assert int(ask(fleet2.url, "/health/ready", method="GET").headers["retry-after"]) >= 1
 
 
-@pytest.mark.slow
 def test_fleet_comes_back(fleet2: Server, probe: Probe) -> None:
     """After every replica has died Serve starts new ones, and the same ingress finds them."""
     for process in fleet2.named(REPLICA):

@@ -15,7 +15,7 @@ import pytest
 from .answers import ask
 from .moves import Load, Mover, Reading, Request, Unmoved, reading
 from .probe import CallFailed
-from .servers import MAX_NUM_SEQS, Server, until
+from .servers import MAX_NUM_SEQS, TIER_GRACE_S, Server, until
 from .shapes import (
     CHAT,
     COMPLETIONS,
@@ -137,7 +137,7 @@ def to_and_fro(mover: Mover, places: tuple[str, str], answers: Sequence[Reading]
     return moved
 
 
-@pytest.mark.parametrize("hops", [1, 2, 5])
+@pytest.mark.parametrize("hops", [1, *(pytest.param(hops, marks=pytest.mark.slow) for hops in (2, 5))])
 def test_moved_streams_are_the_unmoved_ones(mover: Mover, unmoved: Unmoved, hops: int) -> None:
     """Prompts of 50, 500 and 2,000 tokens, moved at once: text, log-probabilities, finish and usage are equal."""
     follow(mover, unmoved, [of_length(tokens) for tokens in (50, 500, 2000)], hops)
@@ -166,7 +166,7 @@ def follow(mover: Mover, unmoved: Unmoved, requests: list[Request], hops: int) -
     unmoved.check(requests, answers)
 
 
-@pytest.mark.parametrize("requests", [pytest.param(FIRST, id="sampling"), pytest.param(SECOND, id="grammar-and-apis")])
+@pytest.mark.parametrize("requests", [FIRST, pytest.param(SECOND, marks=pytest.mark.slow)], ids=["sampling", "apis"])
 def test_every_kind_of_request_moves(mover: Mover, unmoved: Unmoved, requests: list[Request]) -> None:
     """Whatever is asked of sampling, structure, stop strings and API survives being moved again and again.
 
@@ -183,6 +183,7 @@ def test_every_kind_of_request_moves(mover: Mover, unmoved: Unmoved, requests: l
         assert min(of_request.values()) >= 2, of_request
 
 
+@pytest.mark.slow
 def test_cuts_inside_characters(pair: Server, mover: Mover, unmoved: Unmoved) -> None:
     """Text is equal wherever a move cuts the bytes of a character, and many cuts did fall inside one."""
     body = chat(**EMOJI, max_tokens=60, ignore_eos=True, return_token_ids=True, **STREAM)
@@ -229,6 +230,7 @@ def test_a_waiting_request_moves(mover: Mover, unmoved: Unmoved) -> None:
     unmoved.check([waits], [answer])
 
 
+@pytest.mark.slow
 def test_clients_that_leave_during_a_move(mover: Mover) -> None:
     """A client that hangs up at any moment of a move leaves nothing on either replica, and the move ends."""
     chance = random.Random(4)
@@ -287,6 +289,40 @@ def test_a_loaded_replica_gives_to_an_idle_one(mover: Mover, unmoved: Unmoved) -
         assert unended(answers) == len(answers)
     unmoved.check(requests, answers)
     assert mover.coordinator("state")["moves"]["balance"]["done"] >= 2
+
+
+@pytest.mark.slow
+def test_a_higher_tier_gets_its_place_by_a_move(mover: Mover, unmoved: Unmoved) -> None:
+    """A critical request that finds its replica full of background work is served there, as one of that work moves to
+    the other replica: nothing is preempted, and all answers are the unmoved ones.
+    """
+    background = [
+        Request(f"behind{i}", CHAT, chat(max_tokens=180 + i, ignore_eos=True, priority=3, **STREAM))
+        for i in range(MAX_NUM_SEQS)
+    ]
+    critical = Request("critical", CHAT, chat(max_tokens=20, ignore_eos=True, priority=0, **STREAM))
+    unmoved.learn([*background, critical])
+    source, destination = mover.pair()
+    preempted, moved = mover.load(source, "preemptions"), mover.coordinator("state")["moves"].get("tier", {})
+    # The coordinator says so itself to a crowded replica; here it is on its way while the other one seems to drain.
+    mover.probe.call("expect_help", TIER_GRACE_S, 60.0, deployment="EngineReplica", target_replica=source)
+    with ExitStack() as clients:
+        with mover.only(source):
+            answers = clients.enter_context(reading(mover.server, background))
+            until(lambda: mover.load(source) == MAX_NUM_SEQS, 60, "a full replica", every=0.02)
+            answers += clients.enter_context(reading(mover.server, [critical]))
+            until(lambda: mover.load(source, "waiting") == 1, 60, "a waiting request", every=0.02)
+        assert answers[-1].pieces == 0
+        mover.coordinator("pause", False)
+        try:
+            until(lambda: answers[-1].pieces > 1, 60, "the critical request's tokens", every=0.02)
+        finally:
+            mover.coordinator("pause", True)
+        assert mover.load(source, "preemptions") == preempted
+        assert mover.load(destination) >= 1
+        assert unended(answers[:-1]) == MAX_NUM_SEQS
+    unmoved.check([*background, critical], answers)
+    assert mover.coordinator("state")["moves"]["tier"]["done"] > moved.get("done", 0)
 
 
 def test_a_named_request_moves_and_is_traced(pair: Server, mover: Mover, unmoved: Unmoved) -> None:
