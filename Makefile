@@ -17,11 +17,17 @@ serve: model  ## start the fleet on this machine (CONFIG=serve_config.yaml), ctr
 check: setup  ## ruff and mypy
 	$(PY) -m ruff check . && $(PY) -m mypy
 
-test: model check  ## checks and all tests but the slow ones (<= 15 minutes on two cores)
+debian:  ## Debian packages that tests drive (a browser, Prometheus); needs root
+	@$(PYTHON) scripts/debian.py
+
+test: model check debian  ## checks and all tests but the slow ones (<= 15 minutes on two cores)
 	$(PY) -m pytest -m "not slow"
 
-test-slow: model  ## soaks and validations
-	$(PY) -m pytest -m slow
+test-slow: model debian  ## soaks and validations
+	$(PY) -m pytest -m "slow and not tools"
+
+test-tools: model  ## our load client beside guidellm and inference-perf, which it installs (1 GB)
+	$(PY) -m pytest -m tools
 
 bench: model  ## BENCH=name runs a measurement, without it lists them
 	$(PY) -m loadgen bench $(BENCH)
@@ -29,4 +35,4 @@ bench: model  ## BENCH=name runs a measurement, without it lists them
 clean:  ## remove .venv and caches; the converted model stays in the user's cache
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help setup model serve check test test-slow bench clean
+.PHONY: help setup model serve check debian test test-slow test-tools bench clean

@@ -21,10 +21,10 @@ LOOK_S = 0.5
 REFUSED, NOT_EMPTY = 1, 3  # exit codes; 2 is argparse's
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, prog: str = "python -m app.drain") -> int:
     """Drain, or list the replicas of, the application that runs in the cluster of RAY_ADDRESS or of this machine."""
     parser = argparse.ArgumentParser(
-        prog="python -m app.drain",
+        prog=prog,
         description=f"{main.__doc__} Exit code {REFUSED}: refused, {NOT_EMPTY}: not empty in time.",
     )
     parser.add_argument("replica", nargs="?", metavar="REPLICA", help="id of the replica; none: list them")

@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.errors import ClientGone, FleetError, NoReplicaAvailable, Overloaded, RequestTimeout, Shed
 from app.incoming import Incoming, incoming, record_early
+from app.metrics import Outcome, Promise, RequestMetrics
 from app.remote_engine import RemoteEngine
 from app.request_log import RequestLog
 from app.stream import Stream
@@ -50,7 +51,7 @@ class FleetEngineClient(RemoteEngine):
     `has_replica` says whether routing has any replica now, `observe(prompt, output)` gets finished lengths (tokens),
     `queue` decides who may wait for a first token (429 for the others), `default_tier` is the tier of a request that
     did not come through gate or Python API, `timeout_s` bounds the life of a request (None: no bound), `log` takes
-    note of finished ones.
+    note of finished ones, `figures` of all.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class FleetEngineClient(RemoteEngine):
         default_tier: int,
         timeout_s: float | None,
         log: RequestLog | None = None,
+        figures: RequestMetrics | None = None,
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
@@ -83,6 +85,7 @@ class FleetEngineClient(RemoteEngine):
         self._default_tier = default_tier
         self._timeout_s = timeout_s
         self._log = log
+        self._figures = figures or RequestMetrics([Promise("standard")])
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse up front what cannot be served: 503 without any replica, 429 for what the queue does not take."""
@@ -114,6 +117,7 @@ class FleetEngineClient(RemoteEngine):
                 )
             message = f"{full} for a first token; try again in {wait} s"
             error = Overloaded(message, retry_after=wait, reason=verdict.reason)
+        self._figures.refused(request.tier, error.reason or "")
         record_early(error)
         raise error
 
@@ -130,7 +134,8 @@ class FleetEngineClient(RemoteEngine):
             for rid in list(other.rids):
                 if (collector := self._collectors.get(rid)) is not None:
                     collector.put(Shed(message, retry_after=wait))
-            self._end(list(other.rids))
+            self._figures.refused(other.tier, "shed")
+            self._end(list(other.rids), "shed")
         request.admitted = True
 
     async def generate(
@@ -160,6 +165,7 @@ class FleetEngineClient(RemoteEngine):
         rids: list[str] = []
         internal_id = None
         yielded = False
+        outcome: Outcome = "aborted"
         deadline = None if self._timeout_s is None else asyncio.get_running_loop().time() + self._timeout_s
         try:
             core = self.input_processor.process_inputs(
@@ -208,6 +214,7 @@ class FleetEngineClient(RemoteEngine):
         except ClientGone:
             raise asyncio.CancelledError from None  # whoever still waits for this was forgotten: it ends without a word
         except TimeoutError:
+            outcome = "timeout"
             error = RequestTimeout(f"the request took longer than {self._timeout_s:g} s (ingress.request_timeout_s)")
             if not yielded:
                 request.error = error
@@ -219,7 +226,7 @@ class FleetEngineClient(RemoteEngine):
                 logger.exception("request %s failed", request_id)
             raise
         finally:
-            self._end(rids)
+            self._end(rids, outcome)
             if internal_id is not None:
                 self._outputs.abort_requests((internal_id,), internal=True)
 
@@ -233,7 +240,8 @@ class FleetEngineClient(RemoteEngine):
         )
 
     def _fail(self, stream: Stream, error: Exception) -> None:
-        self._forget(stream.rid)
+        if self._forget(stream.rid) is not None:
+            self._figures.ended(stream, "aborted" if isinstance(error, ClientGone) else "failed")
         if (collector := self._collectors.get(stream.rid)) is not None:
             collector.put(error)
 
@@ -245,12 +253,14 @@ class FleetEngineClient(RemoteEngine):
                 self._queue.leave(stream.request)
         return stream
 
-    def _end(self, rids: Iterable[str]) -> None:
+    def _end(self, rids: Iterable[str], outcome: Outcome = "aborted") -> None:
         """Forget sequences; those still running are aborted on their replicas."""
         for rid in rids:
             self._collectors.pop(rid, None)
-            if (stream := self._forget(rid)) is not None and stream.task is not None:
-                stream.task.cancel()
+            if (stream := self._forget(rid)) is not None:
+                self._figures.ended(stream, outcome)
+                if stream.task is not None:
+                    stream.task.cancel()
 
     def _on_deltas(self, deltas: list[Delta]) -> None:
         """One frame of the link: at most one engine step of one replica."""
@@ -269,6 +279,8 @@ class FleetEngineClient(RemoteEngine):
                     first = False
                     self._queue.start(request, now)
                     request.begun = True
+                    self._figures.first_token(stream, piece.times, now)
+                self._figures.tokens(request.tier, len(piece.token_ids))
                 if request.charge is not None:
                     request.charge.tokens(len(piece.token_ids))
             if stream.finished:
@@ -282,7 +294,8 @@ class FleetEngineClient(RemoteEngine):
                     stream.task.cancel()
 
     def _finish(self, stream: Stream) -> None:
-        self._forget(stream.rid)
+        if self._forget(stream.rid) is not None:
+            self._figures.ended(stream, "finished")
         stream.finish()
         self._observe(len(stream.prompt), len(stream.delivered))
         if self._log is not None:

@@ -17,6 +17,7 @@ from app.errors import BodyTooLarge, FleetError, MethodNotAllowed, RouteNotFound
 from app.incoming import Incoming, incoming
 from app.reception import Reception
 from app.vllm_compat import openai_error
+from deployments import metrics
 
 logger = logging.getLogger("ray.serve.tidegate.access")
 
@@ -44,11 +45,7 @@ ROUTES: dict[str, tuple[str, ...]] = {
 }
 #: Those that make the engines work: a tier is chosen for them, and rate limits hold.
 GENERATES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-_PATTERNS = [
-    (re.compile("^" + path.replace("{id}", "resp_[^/]+") + "$"), methods)
-    for path, methods in ROUTES.items()
-    if "{" in path
-]
+_PATTERNS = [(re.compile("^" + path.replace("{id}", "resp_[^/]+") + "$"), path) for path in ROUTES if "{" in path]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -88,15 +85,15 @@ class Gate:
             incoming.reset(token)
             elapsed = time.monotonic() - started
             status, who = answer.status or "closed", f" {request.tenant}" if request.tenant else ""
+            metrics.HTTP_RESPONSES.at(_route(scope["path"]) or "other", str(answer.status or "closed")).inc()
             logger.info("%s %s %s %s %.3fs%s", request_id, scope["method"], scope["path"], status, elapsed, who)
 
     async def _serve(self, scope: Message, receive: Receive, answer: _Answer, request: Incoming) -> None:
         path = scope["path"]
-        methods = ROUTES.get(path) if "{" not in path else None
-        if methods is None:
-            methods = next((methods for pattern, methods in _PATTERNS if pattern.match(path)), None)
-        if methods is None:
+        route = _route(path)
+        if route is None:
             raise RouteNotFound(f"there is no {path} here; the API is: {', '.join(ROUTES)}")
+        methods = ROUTES[route]
         if scope["method"] not in methods and not (scope["method"] == "HEAD" and "GET" in methods):
             answer.headers.append((b"allow", ", ".join(methods).encode()))
             raise MethodNotAllowed(f"{path} takes {' or '.join(methods)}, not {scope['method']}")
@@ -118,6 +115,13 @@ class Gate:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # vLLM's routes know no HEAD; the server sends no body for it
         await self._app(scope, _replay(body, receive), answer.hold(path, request))
+
+
+def _route(path: str) -> str | None:
+    """The template in ROUTES that a path belongs to."""
+    if "{" not in path and path in ROUTES:
+        return path
+    return next((route for pattern, route in _PATTERNS if pattern.match(path)), None)
 
 
 def _until_gone(receive: Receive) -> Receive:

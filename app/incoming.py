@@ -6,6 +6,7 @@ context variable, which every task that serves the request inherits.
 
 from __future__ import annotations
 
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,7 +21,8 @@ class Incoming:
 
     `tier`: 0 the highest; `session`: a stable number of the client's session; `charge`: the rate limits that it is
     under. `error`: before its first output, for the gate to turn into a status. `admitted`: it has passed admission;
-    `wanted`: the sequences it was admitted for; `begun`: a sequence of it has a token; `rids`: those that run.
+    `wanted`: the sequences it was admitted for; `begun`: a sequence of it has a token; `rids`: those that run;
+    `began`: monotonic seconds of its arrival here.
     """
 
     tier: int
@@ -32,6 +34,7 @@ class Incoming:
     wanted: int = 0
     begun: bool = False
     rids: set[str] = field(default_factory=set)
+    began: float = field(default_factory=time.monotonic)
 
 
 #: The request that the current task serves; None outside of any.

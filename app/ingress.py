@@ -14,6 +14,7 @@ from app.config import ConfigError, load_config
 from app.config.keys import read_keys
 from app.fleet_client import FleetEngineClient
 from app.gate import Gate
+from app.metrics import Promise, RequestMetrics
 from app.python_api import PythonApi
 from app.reception import Reception
 from app.request_log import RequestLog
@@ -34,7 +35,12 @@ class Ingress:
     """Tokenises, routes, detokenises. Holds no weights; run as many replicas as the token rate needs."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, raw_config: dict[str, Any], model_path: str, engines: DeploymentHandle, coordinator: DeploymentHandle
+        self,
+        raw_config: dict[str, Any],
+        model_path: str,
+        engines: DeploymentHandle,
+        coordinator: DeploymentHandle,
+        admin: DeploymentHandle | None = None,  # not called: what nobody is bound to is no part of the application
     ) -> None:
         config = load_config(raw_config)
         if (problem := config.api_keys.public_problem(http_host())) is not None:
@@ -44,6 +50,11 @@ class Ingress:
         self._log = None
         if config.ingress.request_log is not None:
             self._log = RequestLog(config.ingress.request_log, config.ingress.request_log_mib << 20)
+        self._figures = RequestMetrics(
+            [Promise(level.name, level.ttft_slo_s, level.tpot_slo_s) for level in config.tiers.levels],
+            config.model_loading_config.model_id,
+            {key.tenant for key in keys},
+        )
         arguments = serve_arguments(config.engine_args(model_path), config.ingress.front_end())
         self._config = config
         self._engines = engines
@@ -61,7 +72,9 @@ class Ingress:
             default_tier=config.tiers.default_tier,
             timeout_s=config.ingress.request_timeout_s,
             log=self._log,
+            figures=self._figures,
         )
+        self._figures.start(self._reception.queue.waiting)
         self._app = await build_openai_app(arguments, self._client)
         self._python = PythonApi(self._app.state, self._client, self._reception)
 
@@ -133,6 +146,7 @@ class Ingress:
         return await self._coordinator.state.remote()
 
     async def __del__(self) -> None:
+        self._figures.close()
         self._client.close()
         if self._log is not None:
             self._log.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import secrets
+import sys
 
 import yaml
 from pydantic import ValidationError
@@ -24,9 +25,9 @@ def new_key(tenant: str, **more: object) -> tuple[str, KeyEntry]:
     return key, KeyEntry.model_validate({"hash": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant, **more})
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None, prog: str = "python -m app.keys") -> int:
     """Print a new key, once, and the entry for the list of keys."""
-    parser = argparse.ArgumentParser(prog="python -m app.keys", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=main.__doc__)
     new = parser.add_subparsers(required=True).add_parser("new", help="make a key")
     new.add_argument("--tenant", required=True, help="who holds it")
     new.add_argument("--tiers", nargs="+", metavar="TIER", help="tiers that it may use; all if left out")
@@ -40,7 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("\n".join(map(str, problems_of(error, KeyEntry, given))))
     print(f"# The key, shown only now; give it to the client:\n#   {key}\n# The entry for the list of keys:")
     print(yaml.safe_dump([entry.model_dump(exclude_none=True)], sort_keys=False), end="")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

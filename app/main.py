@@ -9,6 +9,8 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from app.admin.deployment import Admin
+from app.admin.status import about
 from app.config import TidegateConfig, check_keys, load_config
 from app.ingress import Ingress
 from app.model import resolve_model
@@ -46,7 +48,10 @@ def build(args: dict[str, Any]) -> Application:
     fleet = engines.bind(settings)
     coordinator = serve.deployment(Coordinator, name="Coordinator").options(**config.coordinator_options())
     ingress = serve.deployment(Ingress, name="Ingress").options(**config.ingress_options())
-    return ingress.bind(args, model_path, fleet, coordinator.bind(fleet, settings.migration, settings.tiers))
+    admin = serve.deployment(Admin, name="Admin").options(**config.admin_options())
+    coordinates = coordinator.bind(fleet, settings.migration, settings.tiers)
+    watches = admin.bind(config.admin, about(config), coordinates) if config.admin.enabled else None
+    return ingress.bind(args, model_path, fleet, coordinates, watches)
 
 
 def router_settings(config: TidegateConfig) -> dict[str, Any]:

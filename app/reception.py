@@ -8,10 +8,12 @@ from typing import Any
 
 from app.config import TidegateConfig
 from app.config.keys import KeyEntry
+from app.errors import RateLimited
 from app.incoming import Incoming
 from app.key_ring import Key, KeyRing
 from app.rate_limits import Limits, RateLimits
 from app.tier_choice import FIELDS, TierChoice, tier_fields, without_garbage
+from deployments import metrics
 from policies.admission import AdmissionQueue
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -50,9 +52,12 @@ class Reception:
 
     def limit(self, request: Incoming, key: Key | None) -> None:
         """Charge a request to the limits of its key and tier; raises RateLimited."""
-        request.charge = (
-            self._limits.take(request.tier) if key is None else self._limits.take(request.tier, key.name, key.limits)
-        )
+        take = self._limits.take
+        try:
+            request.charge = take(request.tier) if key is None else take(request.tier, key.name, key.limits)
+        except RateLimited as error:
+            metrics.SHEDS.at(self.tiers.names[request.tier], error.reason or "").inc()
+            raise
 
     def call(self, body: dict[str, Any]) -> tuple[Incoming, dict[str, Any]]:
         """A Python handle's request, which needs no key, and its body for vLLM; raises RateLimited."""

@@ -24,7 +24,7 @@ MAX_HELD = 1000
 class Stream:
     """The single truth about one sequence: what was asked, what the client has, which run of it counts.
 
-    `delivered` are the output token ids handed to the detokenizer, the last of them at `last_at` (monotonic seconds);
+    `delivered` are the output token ids handed to the detokenizer, from `first_at` to `last_at` (monotonic seconds);
     with `prompt` they are what a later submission goes on from. `epoch` grows by one per submission; tokens of it come
     from `hop` now, which runs on `sender` (None for hop 0). `request` is what the client asked, of which this is one
     sequence; `news` is set when there is something for `run_stream` to look at.
@@ -43,6 +43,7 @@ class Stream:
     hop: int = 0
     sender: str | None = None
     delivered: list[int] = field(default_factory=list)
+    first_at: float = 0.0
     last_at: float = 0.0
     finished: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,6 +94,8 @@ class Stream:
         return taken
 
     def _deliver(self, delta: Delta, now: float) -> None:
+        if not self.delivered:
+            self.first_at = now
         self.delivered.extend(delta.token_ids)
         self.last_at = now
         if delta.finish_reason is not None:

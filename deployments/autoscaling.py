@@ -78,6 +78,11 @@ class FreenessPolicy:
         return Load(age_s=math.inf if fell_silent else max(0.0, now - known[1]), draining=draining, **figures)
 
     def _tell(self, ctx: AutoscalingContext, decision: Decision) -> None:
+        metrics.WANTED.at().set(decision.replicas)
+        metrics.TARGET.at().set(ctx.target_num_replicas)
+        metrics.ACTUAL.at().set(ctx.current_num_replicas)
+        if decision.freeness < math.inf:
+            metrics.FLEET_FREENESS.at().set(decision.freeness)
         before = (self._last.replicas, self._last.reason) if self._last is not None else None
         if before == (decision.replicas, decision.reason):
             return

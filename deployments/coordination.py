@@ -16,6 +16,7 @@ from deployments.migration.messages import Given
 from deployments.routing import Heard
 from deployments.settings import MigrationSettings
 from deployments.wire import ReplicaReport
+from policies.freeness import present
 from policies.migration.pairing import Move, Reason
 from policies.migration.standing import Standing, standing
 from policies.tiers import Tiers
@@ -24,6 +25,11 @@ FORGET_S = 60.0  # a source that has not answered for so long is no longer waite
 BACK_OFF_S, LONGEST_BACK_OFF_S = 0.5, 8.0  # after a move that came to nothing; doubled each time
 TELL_S, HELP_S = 1.0, 2.5  # how often a replica is told of help, and for how long that holds
 BURST_S = 1.0  # of the cap on bytes/s may be used at once
+
+SHOWN = (  # of a report
+    *("running", "waiting", "running_by_tier", "waiting_by_tier", "blocks_by_tier", "free_blocks", "total_blocks"),
+    *("block_size", "head_blocks", "queued_tokens", "max_num_seqs", "preemptions", "moving"),
+)
 
 Pair = tuple[Reason, str, str]
 
@@ -140,10 +146,8 @@ class Coordination:
         report, stands = heard.report, self.standing(heard.report, now)
         return {
             "state": report.state,
-            "running": report.running,
-            "waiting": report.waiting,
-            "free_blocks": report.free_blocks,
-            "total_blocks": report.total_blocks,
+            **{name: getattr(report, name) for name in SHOWN},
+            "headroom_blocks": sum(stands.kept(tier) for tier in sorted(present(report))),
             "phi": stands.phi if math.isfinite(stands.phi) else None,
             "blocked": stands.blocked,
             "incoming": stands.incoming,

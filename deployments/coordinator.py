@@ -18,6 +18,8 @@ import msgspec
 from ray.serve.handle import DeploymentHandle
 
 from deployments.coordination import HELP_S, Coordination, freest, inverted
+from deployments.fleet_events import FleetEvents
+from deployments.gauges import FleetGauges
 from deployments.hints import tiers_of
 from deployments.migration.messages import Give, Given, How, Moved
 from deployments.router import FleetRouter
@@ -29,6 +31,7 @@ from policies.migration.pairing import Move
 logger = logging.getLogger(f"ray.serve.{__name__}")
 
 LEAST_S = 0.025  # between two looks at the fleet
+WATCH_S = 0.25  # between two looks at who is there
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_given = msgspec.msgpack.Decoder(Given).decode
@@ -51,12 +54,16 @@ class Coordinator:
         self._calls: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
+        self._events = FleetEvents()
+        self._gauges = FleetGauges()
+        self._watching = asyncio.create_task(self._watch_for_ever())
         self._ticking = asyncio.create_task(self._tick_for_ever()) if settings.enabled else None
 
     async def check_health(self) -> None:
-        """Raise what ended the ticking, so that Serve replaces this coordinator."""
-        if self._ticking is not None and self._ticking.done():
-            self._ticking.result()
+        """Raise what ended its looking, so that Serve replaces this coordinator."""
+        for task in (self._watching, self._ticking):
+            if task is not None and task.done():
+                task.result()
 
     async def move(
         self,
@@ -97,27 +104,49 @@ class Coordinator:
         if not others:
             raise ValueError(f"{replica!r} is the only replica that serves: add another one before you drain it")
         await self._engines.drain.remote(True, target_replica=replica)
+        self._events.note("order", time.time(), f"{replica} was told to drain", replica)
 
     async def undrain(self, replica: str) -> None:
         """Let a replica that was drained by hand take requests again."""
         self._check_known(self._fleet(), replica)
         await self._engines.drain.remote(False, target_replica=replica)
+        self._events.note("order", time.time(), f"{replica} was told to serve again", replica)
 
     async def pause(self, on: bool) -> None:
         """Make no moves by policy while on; those by hand and drains go on. Forgotten when the coordinator restarts."""
         self._paused = on
+        self._events.note("order", time.time(), "moves by policy are paused" if on else "moves by policy go on")
+
+    async def note(self, kind: str, text: str) -> None:
+        """Put what somebody else did into the list of recent events."""
+        self._events.note(kind, time.time(), text)
 
     async def state(self) -> dict[str, Any]:
-        """Freeness table, moves under way, and counts by reason and outcome."""
-        state = self._plan.state(self._fleet().values(), time.monotonic())
-        return {**state, "enabled": self._settings.enabled, "paused": self._paused}
+        """Freeness table, moves under way, counts by reason and outcome, recent events, balancing settings in force."""
+        fleet = self._fleet()
+        state = self._plan.state(fleet.values(), time.monotonic())
+        newest = max((heard.report for heard in fleet.values()), key=lambda r: r.settings_t, default=None)
+        return {
+            **state,
+            "enabled": self._settings.enabled,
+            "paused": self._paused,
+            "events": self._events.recent(),
+            "balancing": newest.settings if newest else None,
+        }
+
+    async def _watch_for_ever(self) -> None:
+        while True:
+            if (router := self._router()) is not None:
+                router.listener = self._hear
+                self._gauges.look(router.heard(), len(self._plan.under_way), time.monotonic())
+                self._events.look({heard.report.replica: heard.report for heard in router.heard()}, time.time())
+            await asyncio.sleep(WATCH_S)
 
     async def _tick_for_ever(self) -> None:
         least_s = min(self._settings.tick_s, LEAST_S)
         while True:
             router = self._router()
             if router is not None and not self._paused:
-                router.listener = self._hear
                 self._tick(router, time.monotonic())
             await asyncio.sleep(least_s)
             try:
@@ -131,12 +160,15 @@ class Coordinator:
         """A higher tier that waits behind lower ones waits for no tick: its grace is short."""
         if inverted(report):
             self._loop.call_soon_threadsafe(self._wake.set)
+        if self._events.is_news(report):
+            self._loop.call_soon_threadsafe(self._events.hear, report, time.time())
 
     def _tick(self, router: FleetRouter, now: float) -> None:
         fleet = router.fresh(now)
         for number, move in self._plan.next_moves(fleet, now):
             logger.debug("asking %s to give a request to %s (%s)", move.source, move.destination, move.reason)
-            give = Give(move.reason, move.destination, room=list(move.room), waiting_tier=move.waiting_tier)
+            room, count = list(move.room), move.requests
+            give = Give(move.reason, move.destination, room=room, waiting_tier=move.waiting_tier, count=count)
             self._begin(self._give(number, move, give))
         for replica in self._plan.helped(fleet, now):
             self._begin(self._help(replica))
@@ -161,6 +193,7 @@ class Coordinator:
             self._plan.failed(number, move, time.monotonic())
             return None
         self._plan.ended(number, move, given, time.monotonic())
+        self._events.moved(move, given, time.time())
         return given
 
     async def _by_hand(

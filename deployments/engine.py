@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm import AsyncEngineArgs
+from vllm import AsyncEngineArgs, RequestOutput
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.usage.usage_lib import UsageContext
@@ -51,6 +52,7 @@ async def generate(engine: AsyncLLM, submit: Submit, entries: dict[str, Any], em
         ours["output"] = submit.output
         params.prompt_logprobs = None  # delivered where it began
     start, finish_reason = len(submit.output), None
+    received, first = time.monotonic(), True
     try:
         async for output in engine.generate(
             prompt,
@@ -61,7 +63,9 @@ async def generate(engine: AsyncLLM, submit: Submit, entries: dict[str, Any], em
             reasoning_ended=submit.reasoning_ended,
             reasoning_parser_kwargs=submit.reasoning_parser_kwargs,
         ):
-            delta = to_delta(submit.rid, submit.epoch, start, output, hop=submit.hop)
+            times = _times(output, received) if first else None
+            first = False
+            delta = to_delta(submit.rid, submit.epoch, start, output, hop=submit.hop, times=times)
             if delta.finish_reason == "abort":  # nobody here asked for it: the engine is being shut down
                 return Outcome(start, fault="engine", message="aborted by the engine")
             start += len(delta.token_ids)
@@ -77,3 +81,13 @@ async def generate(engine: AsyncLLM, submit: Submit, entries: dict[str, Any], em
         logger.exception("request %s failed in the engine", submit.rid)
         return Outcome(start, fault="engine", message=f"{type(error).__name__}: {error}")
     return Outcome(start, finish_reason)
+
+
+def _times(output: RequestOutput, received: float) -> tuple[float, float]:
+    """Seconds in the engine's queue and in the engine until this output; vLLM's times are those of one monotonic clock.
+
+    A sequence that did not queue here (it was adopted, with its KV) has no such times.
+    """
+    stats = output.metrics
+    queued = stats.scheduled_ts - stats.queued_ts if stats is not None and stats.queued_ts > 0 else 0.0
+    return max(0.0, queued), time.monotonic() - received

@@ -29,10 +29,10 @@ _MAGIC = 0x5449444547415432
 _MAGIC_WORD, _FIGURES, _RESERVED, _ADMITTED, _POLICY = 0, 1, 2, 3, 4
 _GRACE_AT = 40  # two doubles: seconds, and until when in wall-clock seconds
 _HEAD = struct.Struct("=d15q")  # the figures, then the number of tiers; what is counted by tier and a checksum follow
-_BY_TIER = [struct.Struct(f"={2 * count}I") for count in range(MAX_TIERS + 1)]
+_BY_TIER = [struct.Struct(f"={3 * count}I") for count in range(MAX_TIERS + 1)]
 _CHECK = struct.Struct("=I")
 _POLICY_HEAD = struct.Struct("=QI")  # version, length of the JSON text
-_SLOT = 320
+_SLOT = 384
 _FIGURES_AT = 64
 _RING_AT = _FIGURES_AT + 2 * _SLOT
 _POLICY_AT = _RING_AT + 4 * RING
@@ -47,7 +47,8 @@ class Figures(NamedTuple):
     `queued_tokens` still have to be prefilled (waiting and partly prefilled requests; after a preemption the
     generated tokens too), `head_blocks` are wanted by the head of the queue, `batch_tokens` is the token budget of
     a step. `preemptions`, `steps` and `admitted` only grow. `policy_version` is the policy setting in force
-    (0: the one from start-up). `running_by_tier` and `waiting_by_tier` count the requests of each tier, 0 first.
+    (0: the one from start-up). `running_by_tier` and `waiting_by_tier` count the requests of each tier, 0 first,
+    `blocks_by_tier` the KV blocks of the running ones, half a second old at most and shared blocks once for each.
     The page itself fills in `admitted` (tickets logged so far) and `version`.
     """
 
@@ -66,6 +67,7 @@ class Figures(NamedTuple):
     policy_version: int = 0
     running_by_tier: tuple[int, ...] = ()
     waiting_by_tier: tuple[int, ...] = ()
+    blocks_by_tier: tuple[int, ...] = ()
     admitted: int = 0
     version: int = 0
 
@@ -160,8 +162,10 @@ class LoadPage:
                 admitted += 1
             self._words[_ADMITTED] = admitted
         version = self._words[_FIGURES] + 1
-        *counted, running, waiting, _, _ = figures
-        body = _HEAD.pack(*counted, admitted, version, len(running)) + _BY_TIER[len(running)].pack(*running, *waiting)
+        *counted, running, waiting, blocks, _, _ = figures
+        blocks = blocks or (0,) * len(running)
+        by_tier = _BY_TIER[len(running)].pack(*running, *waiting, *blocks)
+        body = _HEAD.pack(*counted, admitted, version, len(running)) + by_tier
         at = _FIGURES_AT + _SLOT * (version & 1)
         self._memory[at : at + len(body) + 4] = body + _CHECK.pack(zlib.crc32(body))
         self._words[_FIGURES] = version
@@ -181,7 +185,8 @@ class LoadPage:
             end = _HEAD.size + _BY_TIER[tiers].size
             if zlib.crc32(record[:end]) == _CHECK.unpack_from(record, end)[0]:
                 by_tier = _BY_TIER[tiers].unpack_from(record, _HEAD.size)
-                return Figures._make((*counted, by_tier[:tiers], by_tier[tiers:], admitted, version))
+                three = (by_tier[:tiers], by_tier[tiers : 2 * tiers], by_tier[2 * tiers :])
+                return Figures._make((*counted, *three, admitted, version))
         raise LoadPageError("no whole figures in the load page: its memory is damaged, restart the replica")
 
     def admitted_since(self, count: int, until: int | None = None) -> tuple[list[int], int]:

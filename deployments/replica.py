@@ -17,6 +17,7 @@ from ray import serve
 from deployments.autoscaling import FirstTokens, stats
 from deployments.cpu_binding import bind_cpu, bound_cores
 from deployments.delta_link import DeltaSender
+from deployments.gauges import ReplicaGauges
 from deployments.load_page import LoadPage
 from deployments.migration.engine_kv import EngineKV
 from deployments.migration.peers import Peers
@@ -72,11 +73,15 @@ class EngineReplica:
             self._standing,
             lambda: self._engine.errored,
         )
+        self._reports.moving = self._migration.destinations
         self._stop_s = max(
             settings.graceful_shutdown_timeout_s - _HAND_BACK_S, settings.graceful_shutdown_timeout_s / 2
         )
         self._stall = StallWatch(settings.stall_s)
         self._watch = asyncio.get_running_loop().create_task(self._watch_engine())
+        gauges = ReplicaGauges(self._replica_id, settings.tiers)
+        watched_by = gauges.watch(self._page.read, lambda: self._migration.draining.on)
+        self._telling = asyncio.get_running_loop().create_task(watched_by)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Announce where this replica publishes its load reports (Serve hands it to every router)."""
@@ -213,6 +218,7 @@ class EngineReplica:
         while self._sequences.running and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self._watch.cancel()
+        self._telling.cancel()
         self._migration.close()
         self._reports.close()
         self._engine.shutdown()

@@ -25,7 +25,7 @@ logger = logging.getLogger(f"ray.serve.{__name__}")
 REPEATS = 3  # consecutive reports that name a ticket
 BATCH = 1000  # frames taken before the loop gets its turn again
 
-_UNKNOWN = Figures._make((0.0, *[0] * 12, (), (), 0, 0))
+_UNKNOWN = Figures._make((0.0, *[0] * 12, (), (), (), 0, 0))
 
 
 class ReportPublisher:
@@ -60,8 +60,10 @@ class ReportPublisher:
         self._settings: dict[str, Any] | None = None
         self._settings_t = 0.0
         self._seq = 0
+        self.moving: Callable[[], list[str]] = list  # destinations of the moves under way from here
         self._figures: Figures | None = None
         self._sent: Figures | None = None
+        self._sent_moving: list[str] = []
         self._sent_at = 0.0
         self._recent: deque[list[int]] = deque(maxlen=REPEATS)
         self._task = asyncio.get_running_loop().create_task(self._watch())
@@ -80,6 +82,7 @@ class ReportPublisher:
             or figures.admitted != sent.admitted
             or figures.running != sent.running
             or figures.waiting != sent.waiting
+            or self.moving() != self._sent_moving
             or (figures.version != sent.version and age >= self._minor_s)
         ):
             self._publish(figures)
@@ -122,6 +125,7 @@ class ReportPublisher:
             tickets, _ = self._page.admitted_since(known, until=figures.admitted)
         self._recent.append(tickets)
         self._seq += 1
+        self._sent_moving = self.moving()
         report = report_of(
             figures,
             replica=self._replica_id,
@@ -130,6 +134,7 @@ class ReportPublisher:
             admitted=[ticket for tickets in self._recent for ticket in tickets],
             settings=self._settings,
             settings_t=self._settings_t,
+            moving=self._sent_moving,
         )
         self._socket.send(self._encode(report), zmq.NOBLOCK)  # PUB drops rather than blocks
         self._sent, self._sent_at = figures, time.monotonic()
@@ -144,6 +149,7 @@ def report_of(
     admitted: list[int],
     settings: dict[str, Any] | None = None,
     settings_t: float = 0.0,
+    moving: list[str] | None = None,
 ) -> ReplicaReport:
     """The report that tells these figures."""
     return ReplicaReport(
@@ -166,6 +172,8 @@ def report_of(
         waiting_by_tier=_trimmed(figures.waiting_by_tier),
         settings=settings,
         settings_t=settings_t,
+        blocks_by_tier=_trimmed(figures.blocks_by_tier),
+        moving=moving or [],
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from deployments.gauges import RouterCounts
 from deployments.hints import tiers_of
 from deployments.reports import ReportSubscriber
 from deployments.routing import Heard, NoReplicaError, WaitingLine, register_router
@@ -60,6 +61,7 @@ class FleetRouter(RequestRouter):
         self.table = FleetTable()
         self._line = WaitingLine(lambda: bool(self.table.ids))
         self._fallback = BALANCING.make("p2c")
+        self._counts = RouterCounts()
         self._apply_settings(balancing)
         register_router(self._deployment_id.name, self)
 
@@ -129,6 +131,7 @@ class FleetRouter(RequestRouter):
         self.table.apply(report, now)
         if self.listener is not None:
             self.listener(report)
+        self._counts.flush(self.policy.name, now)
         self._line.advance()
         if report.settings and report.settings_t > self._settings_t:
             self._settings_t = report.settings_t
@@ -174,8 +177,14 @@ class FleetRouter(RequestRouter):
         except TimeoutError:
             raise NoReplicaError("no engine replica can take requests now") from None
         call = Call(prompt_tokens, tier, time.monotonic(), session)
-        policy = self._fallback if self.table.all_stale(call.now) else self.policy
-        return self.table.ids[policy.choose(self.table, call, self._rng)]
+        stale = self.table.all_stale(call.now)
+        policy = self._fallback if stale else self.policy
+        column = policy.choose(self.table, call, self._rng)
+        name = self.table.ids[column]
+        age_s = call.now - self._heard.get(name, -math.inf)
+        self._counts.chose(policy.name, stale, self.table.requests, column, age_s)
+        self._counts.flush(self.policy.name, call.now)
+        return name
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -14,6 +14,7 @@ tests/deployments/test_contract_vllm_scheduler.py: `Scheduler.waiting` (a `Reque
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from deployments.migration.kv_scheduler import MigrationMixin
 from deployments.parent import end_with_parent
 from deployments.resume import ResumeMixin
 from deployments.step_control import StepControl, has_capabilities
+from deployments.step_log import log_steps
 from deployments.waiting_queue import PolicyRequestQueue
 from policies.predictors import UsesPredictor
 from policies.registry import PolicyError
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
 
+WALK_S = 0.5  # between two sums of the running requests' KV blocks
+
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures its own logger tree only, also in the EngineCore process
 
 
@@ -56,12 +60,13 @@ class SchedulerSettings:
     `policy` is `{"name": ..., **parameters}`. `tiers` is `{"headroom": [...], "aging_s": [...], "ttft_slo_s": [...],
     "tpot_slo_s": [...]}` with one entry per tier, null for one that does not age or promises nothing; None is one tier.
     An object rather than a dict, because vLLM makes a dict's content a part of the key of its compile cache: another
-    alpha would compile the model again.
+    alpha would compile the model again. `step_log` is the file to log every step to (step_log.py), None: no log.
     """
 
     policy: dict[str, Any] = field(default_factory=lambda: {"name": "fcfs"})
     page: str | None = None
     tiers: dict[str, Any] | None = None
+    step_log: str | None = None
 
     def compute_hash(self) -> str:
         """Constant: nothing in here changes the model's graph."""
@@ -123,9 +128,11 @@ class PolicySchedulerMixin(Scheduler):
             raise ValueError(f"{type(self).__name__} needs additional_config=SchedulerSettings(...)")
         self.tiers = tiers_of(settings.tiers)
         self.queue_policy = make_policy(settings.policy, self.tiers)
+        self.policy_spec = settings.policy
         super().__init__(vllm_config, *args, **kwargs)
         self._tier_spec = settings.tiers
         self._by_tier = [0] * len(self.tiers)  # unfinished requests, waiting or running
+        self._tier_blocks, self._walked_at = (0,) * len(self.tiers), -math.inf
         self.preemptions = 0
         self.steps = 0
         self._policy_version = 0
@@ -138,6 +145,8 @@ class PolicySchedulerMixin(Scheduler):
         end_with_parent()
         self._published = (-1, -1, -1)
         self._publish()
+        if settings.step_log:
+            log_steps(self, settings.step_log)
 
     def use_policy(self, policy: SchedulingPolicy) -> None:
         """Schedule by another policy from the next step on; it learns the lengths of the requests that are here."""
@@ -152,7 +161,7 @@ class PolicySchedulerMixin(Scheduler):
         self._take_control()
 
     def figures(self) -> Figures:
-        """Load now, from running sums: its cost does not grow with the queue or the batch."""
+        """Load now, from running sums: its cost does not grow with the queue, with the batch only twice a second."""
         waiting, head, pool = self.waiting, self.waiting.head, self.kv_cache_manager.block_pool
         queued, waiting_by_tier = waiting.tokens, waiting.by_tier[: len(self._by_tier)]
         for request in self._inflight_prefills:
@@ -178,7 +187,19 @@ class PolicySchedulerMixin(Scheduler):
             policy_version=self._policy_version,
             running_by_tier=tuple(map(sub, self._by_tier, waiting_by_tier)),
             waiting_by_tier=tuple(waiting_by_tier),
+            blocks_by_tier=self._blocks_by_tier(),
         )
+
+    def _blocks_by_tier(self) -> tuple[int, ...]:
+        """KV blocks of the running requests of each tier; only people look at it, so the batch is rarely walked."""
+        if not (self.running and isinstance(self._page, LoadPage)):
+            self._tier_blocks, self._walked_at = (0,) * len(self.tiers), -math.inf
+        elif (now := self.clock()) - self._walked_at >= WALK_S:
+            blocks = [0] * len(self.tiers)
+            for request in self.running:
+                blocks[request.priority] -= -request.num_computed_tokens // self.block_size
+            self._tier_blocks, self._walked_at = tuple(blocks), now
+        return self._tier_blocks
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One step of vLLM's scheduler over the queue in the policy's order, and within its other bounds if any."""
@@ -268,6 +289,7 @@ class PolicySchedulerMixin(Scheduler):
         self._policy_version, spec = changed
         try:
             self.use_policy(make_policy(spec, self.tiers))
+            self.policy_spec = spec
         except PolicyError as error:  # the replica checks first; a running engine must not die of a setting
             logger.error("Policy %s refused, %s stays in force: %s", spec, self.queue_policy.name, error)
 

@@ -58,7 +58,15 @@ def decode_params(frame: bytes) -> SamplingParams:
     return _decoder.decode(frame)
 
 
-def to_delta(rid: str, epoch: int, start: int, output: RequestOutput, *, hop: int = 0) -> Delta:
+def to_delta(
+    rid: str,
+    epoch: int,
+    start: int,
+    output: RequestOutput,
+    *,
+    hop: int = 0,
+    times: tuple[float, float] | None = None,
+) -> Delta:
     """Turn one output of the engine (DELTA kind, one sequence) into a wire delta."""
     completion: CompletionOutput = output.outputs[0]
     first = start == 0
@@ -74,6 +82,7 @@ def to_delta(rid: str, epoch: int, start: int, output: RequestOutput, *, hop: in
         cached_tokens=output.num_cached_tokens if first else None,
         cache_creation_tokens=output.num_cache_creation_tokens if first else None,
         hop=hop,
+        times=times,
     )
 
 

@@ -35,7 +35,7 @@ class Delta(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     `hop` numbers the moves of this epoch. The first delta of one > 0 names its `sender`, the replica to attach to, and
     its `parent`, the hop that the token before it came from (0 if this epoch has none).
     `cached_tokens` and `cache_creation_tokens` (prompt tokens found in, or written to, the prefix cache) come with
-    the first delta of an epoch only.
+    the first delta of an epoch only, as do `times`: seconds in the engine's queue, and in the engine until that delta.
     """
 
     rid: str
@@ -51,6 +51,7 @@ class Delta(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     hop: int = 0
     sender: str | None = None
     parent: int = 0
+    times: tuple[float, float] | None = None
 
 
 class Submit(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
@@ -100,7 +101,9 @@ class ReplicaReport(msgspec.Struct, array_like=True, frozen=True):
     `head_blocks`: KV blocks wanted by the head of the queue (0 if none waits).
     `admitted`: tickets (see `ticket`) of the submissions that these figures count for the first time, and of the
     few reports before, so that one lost report does no harm and any number of routers can read along.
-    `running_by_tier`, `waiting_by_tier`: requests of tier 0, 1, ...; tiers at the end that have none may be left out.
+    `running_by_tier`, `waiting_by_tier`: requests of tier 0, 1, ...; tiers at the end that have none may be left out,
+    also of `blocks_by_tier`, the KV blocks of the running ones (for people: half a second old, shared ones repeated).
+    `moving`: the destination of each move under way from here.
     `settings`/`settings_t`: balancing settings from user_config and when they were set (newest wins).
     """
 
@@ -123,6 +126,8 @@ class ReplicaReport(msgspec.Struct, array_like=True, frozen=True):
     waiting_by_tier: list[int] = []
     settings: dict | None = None
     settings_t: float = 0.0
+    blocks_by_tier: list[int] = []
+    moving: list[str] = []
 
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-((?!0{32})[0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")

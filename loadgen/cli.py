@@ -12,10 +12,13 @@ from typing import Protocol
 from rich.console import Console
 
 from loadgen import arguments, report
-from loadgen.bench import chaos, client, ingress, larry, migration, policies, rebalance, router, tiers
+from loadgen.advisor import command as advisor
+from loadgen.bench import autoscaling, chaos, client, ingress, larry, migration, policies, rebalance, router, tiers
+from loadgen.bench import simulator as simulator_cost
+from loadgen.experiments import command as experiments
 from loadgen.predictor import command as predictor
 from loadgen.run import command as replays
-from loadgen.simulator import calibrate
+from loadgen.simulator import calibrate, replay, validate
 from loadgen.simulator import command as simulator
 from loadgen.workloads import command as workloads
 
@@ -38,9 +41,11 @@ BENCHES: dict[str, Bench] = {
     "migration": migration,
     "rebalance": rebalance,
     "chaos": chaos,
+    "autoscaling": autoscaling,
     "router": router,
     "ingress": ingress,
     "client": client,
+    "simulator": simulator_cost,
 }
 
 
@@ -67,18 +72,30 @@ def parser() -> argparse.ArgumentParser:
     workload = commands.add_parser("workload", help=workloads.TITLE, description=workloads.TITLE)
     workloads.add_arguments(workload)
     workload.set_defaults(call=workloads.run)
-    replay = commands.add_parser("run", help=replays.TITLE, description=replays.TITLE)
-    replays.add_arguments(replay)
-    replay.set_defaults(call=replays.run)
+    load = commands.add_parser("run", help=replays.TITLE, description=replays.TITLE)
+    replays.add_arguments(load)
+    load.set_defaults(call=replays.run)
     pages = commands.add_parser("report", help=replays.REPORT_TITLE, description=replays.REPORT_TITLE)
     replays.add_report_arguments(pages)
     pages.set_defaults(call=replays.run_report)
     fleet = commands.add_parser("simulate", help=simulator.TITLE, description=simulator.TITLE)
     simulator.add_arguments(fleet)
     fleet.set_defaults(call=simulator.run)
+    repeated = commands.add_parser("experiment", help=experiments.TITLE, description=experiments.TITLE)
+    experiments.add_arguments(repeated)
+    repeated.set_defaults(call=experiments.run)
+    advice = commands.add_parser("advise", help=advisor.TITLE, description=advisor.TITLE)
+    advisor.add_arguments(advice)
+    advice.set_defaults(call=advisor.run)
     steps = commands.add_parser("calibrate", help=calibrate.TITLE, description=calibrate.TITLE)
     calibrate.add_arguments(steps)
     steps.set_defaults(call=calibrate.run)
+    validation = commands.add_parser("validate", help=validate.TITLE, description=validate.TITLE)
+    validate.add_arguments(validation)
+    validation.set_defaults(call=validate.run)
+    again = commands.add_parser("replay", help=replay.TITLE, description=replay.TITLE)
+    replay.add_arguments(again)
+    again.set_defaults(call=replay.run)
     record = commands.add_parser("record-lengths", help=predictor.RECORD, description=predictor.RECORD)
     predictor.add_record_arguments(record)
     record.set_defaults(call=predictor.run_record)

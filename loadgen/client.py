@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,14 +85,17 @@ class Answer:
 
     def take(self, chunk: bytes, now: float) -> str:
         """Take in bytes of the stream that came at `now`; returns what the server says went wrong, if it does."""
-        for data in self._events(chunk):
-            if data == b"[DONE]":
-                self.finished = True
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
                 continue
             try:
-                event = _decode(data)
+                event = _decode(line[5:])
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                return f"an event that is not understood: {error}: {data[:100]!r}"
+                if line[5:].strip() == b"[DONE]":
+                    self.finished = True
+                    continue
+                return f"an event that is not understood: {error}: {line[5:100]!r}"
             if problem := self._event(event, now):
                 return problem
         return ""
@@ -135,12 +138,6 @@ class Answer:
             token_ids=tuple(self.token_ids),
             left=left,
         )
-
-    def _events(self, chunk: bytes) -> Iterator[bytes]:
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
 
     def _add(self, choice: _Choice, now: float) -> None:
         delta = choice.delta
@@ -252,7 +249,7 @@ class StreamingClient:
 
 
 async def _read(stream: aiohttp.StreamReader, answer: Answer, t0: float, started: Callable[[], None] | None) -> str:
-    async for chunk in stream.iter_any():
+    while chunk := await stream.readany():
         problem = answer.take(chunk, time.perf_counter() - t0)
         if started is not None and answer.times:
             started()

@@ -125,8 +125,8 @@ class Plot:
             f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{paint}" stroke-width="2.5"/>'
         )
 
-    def svg(self) -> str:
-        """The whole plot."""
+    def svg(self, legend: bool = True) -> str:
+        """The whole plot, with its legend unless the caller writes that itself."""
         bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
         parts = [
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">',
@@ -152,7 +152,7 @@ class Plot:
         )
         parts += self.marks
         x = right
-        for name, paint in reversed(self.legend):
+        for name, paint in reversed(self.legend if legend else []):
             x -= 12 + 6 * len(name)
             parts.append(f'<rect x="{x}" y="{TOP - 12}" width="8" height="8" fill="{paint}"/>')
             parts.append(f'<text class="small" x="{x + 10}" y="{TOP - 4}">{escape(name)}</text>')

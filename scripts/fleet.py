@@ -25,6 +25,8 @@ from typing import Any
 import httpx
 import psutil
 
+from app.config.admin import TOKEN_VARIABLE, AdminConfig
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 GRACE_S = 20.0  # for each step on the way out
 BIN = Path(sys.executable).parent
@@ -47,6 +49,7 @@ class Target:
     port: int
     prefix: str
     model: str
+    admin: AdminConfig
 
     @property
     def url(self) -> str:
@@ -78,6 +81,7 @@ class Fleet:
         self.token = secrets.token_hex(32)
         token_file = self.folder / "token"  # readable by this user only, as is the folder (mkdtemp)
         token_file.write_text(self.token)
+        self.admin_token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         self.client_env = {
             "RAY_ADDRESS": self.address,
             "RAY_DASHBOARD_ADDRESS": f"http://{self.dashboard}",
@@ -87,6 +91,7 @@ class Fleet:
         self.env = {
             **os.environ,
             **self.client_env,
+            TOKEN_VARIABLE: self.admin_token,
             "RAY_worker_niceness": "0",  # Ray's default, 15, lets any other program of the machine starve the engines
             "RAY_USAGE_STATS_ENABLED": "0",
             "VLLM_NO_USAGE_STATS": "1",

@@ -18,6 +18,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from app.config.admin import AdminConfig
+from app.config.files import IMPORT_PATH
 from app.config.keys import ApiKeysConfig
 from scripts.fleet import Fleet, ServeError, Stop, Target, is_free
 
@@ -31,8 +33,11 @@ def read_target(config: Path) -> Target:
         model = ((application.get("args") or {}).get("model_loading_config") or {}).get("model_id", "MODEL")
         prefix = (application.get("route_prefix") or "/").rstrip("/")
         host = http.get("host", "127.0.0.1")
-        refuse_open_host(config, host, (application.get("args") or {}).get("api_keys") or {})
-        return Target(config.resolve(), host, int(http.get("port", 8000)), prefix, model)
+        args, port = application.get("args") or {}, int(http.get("port", 8000))
+        refuse_open_host(config, host, args.get("api_keys") or {})
+        ours = application.get("import_path") == IMPORT_PATH
+        admin = admin_of(config, args.get("admin") or {}, port) if ours else AdminConfig(enabled=False)
+        return Target(config.resolve(), host, port, prefix, model, admin)
     except OSError as error:
         raise ServeError(f"cannot read {config}: {error.strerror}") from error
     except (yaml.YAMLError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -47,6 +52,17 @@ def refuse_open_host(config: Path, host: str | None, api_keys: dict[str, Any]) -
         return  # the application names the field at fault
     if (problem := section.public_problem(host)) is not None:
         raise ServeError(f"{config.name}: {problem}")
+
+
+def admin_of(config: Path, section: dict[str, Any], api_port: int) -> AdminConfig:
+    """The status page's settings; the application names what is wrong with them."""
+    try:
+        admin = AdminConfig.model_validate(section)
+    except ValidationError:
+        return AdminConfig(enabled=False)
+    if (problem := admin.port_problem(api_port)) is not None:
+        raise ServeError(f"{config.name}: {problem}")
+    return admin
 
 
 def claim(target: Target) -> socket.socket:
@@ -65,6 +81,12 @@ def claim(target: Target) -> socket.socket:
             f"{target.host}:{target.port} is in use by another program: end it, "
             f"or set another http_options.port in {target.config.name}"
         )
+    if target.admin.enabled and not is_free(target.admin.host, target.admin.port):
+        guard.close()
+        raise ServeError(
+            f"{target.admin.host}:{target.admin.port}, the port of the status page, is in use: end what has it, "
+            f"or set another admin.port, or admin.enabled: false, in {target.config.name}"
+        )
     return guard
 
 
@@ -72,6 +94,13 @@ def try_line(target: Target) -> str:
     """A curl command for the fleet."""
     body = f'{{"model": "{target.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return f"curl {target.url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def admin_line(fleet: Fleet) -> str:
+    """Where the status page is, and what its actions ask for."""
+    admin = fleet.target.admin
+    own = "that of admin.token_file or admin.token_env" if admin.token_file or admin.token_env else fleet.admin_token
+    return f"Status page: http://{admin.host}:{admin.port}/status, the token for its actions is {own}\n"
 
 
 def on_signal(number: int, frame: object) -> None:
@@ -103,6 +132,8 @@ def run(fleet: Fleet) -> int:
         exports = shlex.join(f"{name}={value}" for name, value in fleet.client_env.items())
         fleet.say(f"ready on {fleet.target.url} (logs in {fleet.folder}, ctrl-C ends it). Try:")
         print(f"\n{try_line(fleet.target)}\n\nFor `serve status` and Python handles: export {exports}\n", flush=True)
+        if fleet.target.admin.enabled:
+            print(admin_line(fleet), flush=True)
         fleet.watch()
     except Stop:
         fleet.say("ending the fleet; ctrl-C again kills it")

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from app.config.admin import AdminConfig
 from app.config.deployment import CpuConfig, DeploymentConfig, PlacementGroupConfig, RayActorOptions
 from app.config.engine import CPU_DEFAULTS, OWNED, RANGES
 from app.config.errors import allowed_values, bounds_text, field_names
@@ -79,6 +80,8 @@ def _page() -> Iterator[str]:
     yield from _fields("failover", FailoverConfig)
     yield from _fields("migration", MigrationConfig)
     yield "What moves, when, and what happens when something dies meanwhile: [migration](migration.md).\n"
+    yield from _fields("admin", AdminConfig)
+    yield "What the page shows, and its actions: [operations](operations.md).\n"
     yield from _fields("placement_group_config", PlacementGroupConfig)
     yield from _fields("cpu", CpuConfig)
     yield from _fields("user_config", UserConfig)

@@ -18,7 +18,7 @@ from app.config.keys import read_keys
 from app.config.schema import TidegateConfig, UserConfig, load_config
 
 IMPORT_PATH = "app.main:build"
-_DEPLOYMENTS = ("EngineReplica", "Ingress", "Coordinator")
+_DEPLOYMENTS = ("EngineReplica", "Ingress", "Coordinator", "Admin")
 
 
 def check_file(path: Path, device: Device | None = None) -> None:
@@ -38,7 +38,7 @@ def check_file(path: Path, device: Device | None = None) -> None:
         replace(problem, path=f"applications[{index}].{problem.path}")
         for index, application in enumerate(content["applications"])
         if application["import_path"] == IMPORT_PATH
-        for problem in _application(application, (content.get("http_options") or {}).get("host"), device)
+        for problem in _application(application, content.get("http_options") or {}, device)
     ]
     if problems:
         raise ConfigError(problems)
@@ -53,11 +53,12 @@ def check_keys(config: TidegateConfig) -> None:
         read_keys(section, config.tiers.names, environ)
 
 
-def _application(application: dict[str, Any], host: str | None, device: Device | None) -> Iterator[Problem]:
+def _application(application: dict[str, Any], http: dict[str, Any], device: Device | None) -> Iterator[Problem]:
     try:
         config = load_config(application.get("args") or {}, device)
-        if (problem := config.api_keys.public_problem(host)) is not None:
-            yield replace(problem, path=f"args.{problem.path}")
+        for problem in (config.api_keys.public_problem(http.get("host")), config.admin.port_problem(http.get("port"))):
+            if problem is not None:
+                yield replace(problem, path=f"args.{problem.path}")
         check_keys(config)
     except ConfigError as error:
         for problem in error.problems:

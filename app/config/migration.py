@@ -98,7 +98,7 @@ class MigrationConfig(BaseModel):
         default=_VICTIMS.min_remaining,
         ge=0,
         strict=True,
-        description="A request that may generate fewer than this stays, unless its replica drains.",
+        description="A running request that may generate fewer than this stays, unless its replica drains.",
         json_schema_extra={"unit": "tokens"},
     )
     max_mib_per_s: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] | None = Field(

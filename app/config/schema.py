@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from app.config.admin import AdminConfig
 from app.config.deployment import (
     CpuConfig,
     DeploymentConfig,
@@ -36,6 +37,7 @@ from app.config.tiers import TiersConfig
 
 _CPU_SHARE = 0.8  # CPUs reserved per engine thread: 2 one-thread replicas and the ingress fit two cores
 _COORDINATOR_CPUS = 0.01
+_HEAD_NODE = "node:__internal_head__"  # Ray's resource of the cluster's head
 _ACCELERATOR_SHARE = 0.001  # of Ray's `accelerator_type:X` resource: pins the node type, reserves next to nothing
 
 
@@ -100,6 +102,9 @@ class TidegateConfig(BaseModel):
     )
     migration: MigrationConfig = Field(
         default_factory=MigrationConfig, description="Moving requests from replica to replica while they run."
+    )
+    admin: AdminConfig = Field(
+        default_factory=lambda: AdminConfig.model_validate({}), description="Status page and actions, on another port."
     )
     accelerator_type: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
@@ -252,6 +257,12 @@ class TidegateConfig(BaseModel):
             "graceful_shutdown_timeout_s": 2.0,  # moves go on without it
             "ray_actor_options": {"num_cpus": _COORDINATOR_CPUS, **environment},
         }
+
+    def admin_options(self) -> dict[str, Any]:
+        """All Serve options of the deployment Admin, for `Deployment.options(**...)`: on the head node, at no cost."""
+        options = self.coordinator_options()
+        options["ray_actor_options"] |= {"num_cpus": 0, "resources": {_HEAD_NODE: 0.001}}
+        return options
 
     def user_config(self) -> dict[str, Any]:
         """The `user_config` that EngineReplica starts with when the Serve file gives none."""

@@ -165,9 +165,10 @@ class TiersConfig(BaseModel):
         aging = (math.inf if level.aging_s is None else level.aging_s for level in self.levels)
         return Tiers(tuple(self.headroom_shares), tuple(aging))
 
-    def spec(self) -> dict[str, list[float | None]]:
+    def spec(self) -> dict[str, list[Any]]:
         """The tiers as they travel to replicas and routers: one entry per tier, seconds and shares, None: none."""
         return {
+            "names": [*self.names],
             "headroom": [*self.headroom_shares],
             **{
                 name: [getattr(level, name) for level in self.levels]

@@ -79,16 +79,9 @@ class Departures:
         return Given(sum(moved.outcome in (State.DONE.value, "recompute") for moved in outcomes), outcomes)
 
     def _choose(self, order: Give, candidates: list[Candidate]) -> list[tuple[Candidate, Sequence]]:
-        move = self._move(order)
-        chosen: list[tuple[Candidate, Sequence]] = []
-        busy = self.busy()
-        while len(chosen) < order.count:
-            victim = self._settings.victims.choose(move, candidates, busy)
-            if victim is None or (sequence := self._sequences.by_request(victim.request_id)) is None:
-                break
-            busy.add(victim.request_id)
-            chosen.append((victim, sequence))
-        return chosen
+        victims = self._settings.victims.choose_all(self._move(order), candidates, self.busy())
+        known = ((victim, self._sequences.by_request(victim.request_id)) for victim in victims)
+        return [(victim, sequence) for victim, sequence in known if sequence is not None]
 
     def busy(self) -> set[str]:
         """Request ids that no move may take now."""
@@ -97,7 +90,7 @@ class Departures:
     def _move(self, order: Give) -> Move:
         reason: Reason = next((known for known in REASONS if known == order.reason), "hand")
         room = tuple((least, most) for least, most in order.room) or ((0, _LARGEST),) * MAX_TIERS
-        return Move(self._replica, order.destination, reason, room, order.waiting_tier)
+        return Move(self._replica, order.destination, reason, room, order.waiting_tier, order.count)
 
     async def _named(self, order: Give, rid: str, candidates: list[Candidate]) -> Moved:
         for candidate in candidates:

@@ -52,7 +52,7 @@ class Message(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
 
 
 class Give(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
-    """Order to a replica: give `count` requests to `destination`.
+    """Order to a replica: give up to `count` requests to `destination` (`policies.migration.pairing.Move.requests`).
 
     `reason` is one of the pairing's, or "hand": cool-down and least remaining length do not hold then. `room[p]`: least
     and most KV blocks of a request of tier p, empty: any. `rid`: this sequence (or the OpenAI id that it belongs to),

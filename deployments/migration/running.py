@@ -54,6 +54,10 @@ class Migration:
         self.destination = Destination(kv, sequences, settings.limits, self._refusal, _count)
         self.draining = Drain(self.departures, sequences, here, self._others_of(fleet), settings)
 
+    def destinations(self) -> list[str]:
+        """Where the moves under way go, one entry for each."""
+        return [move.destination for move in self.departures.under_way.values()]
+
     def _others_of(self, fleet: Fleet) -> Callable[[], list[Standing]]:
         return lambda: [standing for standing in fleet.serving() if standing.replica != self._replica]
 

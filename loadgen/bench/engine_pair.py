@@ -25,13 +25,14 @@ LEAD_S = 2.0  # from handing out the burst to its start: by then both children h
 
 @dataclass(slots=True)
 class Engine:
-    """One of the pair: its process, the core it is pinned to, and where it logs."""
+    """One of the pair: its process, the core it is pinned to, where it logs, and where its steps."""
 
     name: str
     core: int
     process: SpawnProcess
     pipe: Connection
     log: str
+    steps: Path | None = None
 
     def receive(self, timeout_s: float) -> Any:
         """Next message of the child; RuntimeError with the child's own words if it failed or is silent."""
@@ -48,10 +49,17 @@ class Engine:
 
 
 @contextmanager
-def started(engine_args: dict[str, Any], cores: Sequence[int], folder: Path) -> Iterator[tuple[Engine, Engine]]:
-    """Both engines, ready, each pinned to one of the first two `cores`; ended when the block ends."""
-    engines = [_start(name, EngineSpec(engine_args, core, str(folder / f"{name}.log"))) for name, core in
-               zip(("first", "second"), cores, strict=False)]  # fmt: skip
+def started(
+    engine_args: dict[str, Any], cores: Sequence[int], folder: Path, *, steps: bool = False
+) -> Iterator[tuple[Engine, ...]]:
+    """Two engines, ready, each pinned to one of the first two `cores` (one engine for one core), until the block ends.
+
+    `steps`: with a log of their steps each.
+    """
+    engines = []
+    for name, core in zip(("first", "second"), cores, strict=False):
+        path = str(folder / f"{name}.csv") if steps else None
+        engines.append(_start(name, EngineSpec(engine_args, core, str(folder / f"{name}.log"), path)))
     try:
         for engine in engines:
             engine.receive(START_TIMEOUT_S)
@@ -59,8 +67,7 @@ def started(engine_args: dict[str, Any], cores: Sequence[int], folder: Path) -> 
             assert engine.process.pid
             for process in pinning.family(engine.process.pid):
                 pinning.pin(process, engine.core)
-        first, second = engines
-        yield first, second
+        yield tuple(engines)
         for engine in engines:
             engine.pipe.send(None)
             engine.process.join(20)
@@ -70,9 +77,9 @@ def started(engine_args: dict[str, Any], cores: Sequence[int], folder: Path) -> 
                 pinning.stop(engine.process.pid, grace_s=5)
 
 
-def play(jobs: Sequence[tuple[Engine, dict[str, Any]]], burst: Plan) -> list[Outcome]:
+def play(jobs: Sequence[tuple[Engine, dict[str, Any]]], burst: Plan, *, lead_s: float = LEAD_S) -> list[Outcome]:
     """Play the burst on every engine at the same time, each under its own policy; outcomes in the order of `jobs`."""
-    t0 = time.time() + LEAD_S
+    t0 = time.time() + lead_s
     for engine, policy in jobs:
         engine.pipe.send(replace(burst, t0=t0, policy=policy))
     return [engine.receive(RUN_TIMEOUT_S) for engine, _ in jobs]
@@ -84,4 +91,4 @@ def _start(name: str, spec: EngineSpec) -> Engine:
     process = context.Process(target=engine_process, args=(spec, there), name=f"bench-{name}")
     process.start()
     there.close()
-    return Engine(name, spec.core, process, here, spec.log)
+    return Engine(name, spec.core, process, here, spec.log, Path(spec.steps) if spec.steps else None)

@@ -22,11 +22,15 @@ IDLE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What to start: engine arguments by vLLM's names, the core to run on, the file to log to."""
+    """What to start: engine arguments by vLLM's names, the core to run on, the file to log to.
+
+    `steps`: the file for a row about each step of the engine (deployments/step_log.py), if any.
+    """
 
     engine_args: dict[str, Any]
     core: int
     log: str
+    steps: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,13 @@ def engine_process(spec: EngineSpec, pipe: Connection) -> None:
     os.dup2(log, 2)
     os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"  # vLLM reads it when it is imported
     try:
-        asyncio.run(_serve(bind_cpu(spec.engine_args, str(spec.core)), pipe))
+        asyncio.run(_serve(bind_cpu(spec.engine_args, str(spec.core)), spec.steps, pipe))
     except BaseException:
         pipe.send(traceback.format_exc())
         raise
 
 
-async def _serve(engine_args: dict[str, Any], pipe: Connection) -> None:
+async def _serve(engine_args: dict[str, Any], steps: str | None, pipe: Connection) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -77,7 +81,7 @@ async def _serve(engine_args: dict[str, Any], pipe: Connection) -> None:
 
     page = LoadPage.create(f"tidegate-bench-{os.getpid()}")
     config = AsyncEngineArgs(**engine_args, async_scheduling=False).create_engine_config()
-    use_policy_scheduler(config, SchedulerSettings(page=page.name))
+    use_policy_scheduler(config, SchedulerSettings(page=page.name, step_log=steps))
     engine = AsyncLLM.from_vllm_config(config)
     try:
         await _ask(engine, WARM_UP_TOKENS, 8)

@@ -77,7 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--token-ids", action="store_true", help="ask for token ids (vLLM: return_token_ids)")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="answers must be those of this earlier run")
-    parser.add_argument("--metrics-url", action="append", metavar="URL", help="Prometheus pages (default: URL/metrics)")
+    parser.add_argument(
+        "--metrics-url",
+        action="append",
+        metavar="URL|FILE",
+        help="Prometheus pages, or Ray's list of them (default: URL/metrics)",
+    )
     parser.add_argument("--save-detailed", action="store_true", help="one entry a request in run.json too")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/DATE")
     workloads.add_model_arguments(parser)

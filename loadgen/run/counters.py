@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import aiohttp
+import msgspec
 
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)", re.MULTILINE)
 #: vLLM's, the fleet's, and the same by way of Ray's metrics agent, which puts `ray_` before them.
@@ -14,7 +16,34 @@ WANTED = re.compile(
     r"|tidegate_\w+?)(?:_total)?$"
 )
 
+#: Seconds until a count shows on the pages of Ray's metrics agents: workers report every 10 s.
+RAY_LATE_S = 11.0
+
 Counters = dict[str, float]
+
+
+class _Targets(msgspec.Struct):
+    targets: list[str]
+
+
+def pages(places: Iterable[str]) -> tuple[list[str], float]:
+    """URLs of the pages, and seconds until what was counted shows on them.
+
+    A place is a URL, or the file of targets that Ray keeps for Prometheus (prom_metrics_service_discovery.json in its
+    session's folder). ValueError if it is neither.
+    """
+    urls, late = [], 0.0
+    for place in places:
+        if place.startswith(("http://", "https://")):
+            urls.append(place)
+            continue
+        try:
+            listed = msgspec.json.decode(Path(place).read_bytes(), type=list[_Targets])
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"metrics-url: {place!r} is no URL and no list of Prometheus targets: {error}") from None
+        urls += [f"http://{target}/metrics" for group in listed for target in group.targets]
+        late = RAY_LATE_S
+    return urls, late
 
 
 def parse(text: str) -> Counters:

@@ -77,10 +77,17 @@ class HandleClient:
 
 
 def connect(application: str, model: str) -> HandleClient:
-    """A client of an application of the Ray cluster on this machine (or at $RAY_ADDRESS)."""
+    """A client of an application of the Ray cluster on this machine (or at $RAY_ADDRESS); ValueError if there is none.
+
+    ConnectionError if there is no cluster.
+    """
     import ray
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
     if not ray.is_initialized():
-        ray.init(address="auto", log_to_driver=False)
-    return HandleClient(serve.get_app_handle(application), model)
+        ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="ERROR")
+    try:
+        return HandleClient(serve.get_app_handle(application), model)
+    except RayServeException as error:
+        raise ValueError(f"handle: no application {application!r} runs in this Ray cluster: {error}") from None

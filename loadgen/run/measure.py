@@ -48,7 +48,7 @@ async def measure(args: argparse.Namespace, workload: Workload, keys: Mapping[st
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     by_handle = args.url.startswith(handle.PREFIX)
     base = args.url.rstrip("/").removesuffix("/v1")
-    pages = args.metrics_url or ([] if by_handle else [f"{base}/metrics"])
+    pages, late = counters.pages(args.metrics_url or ([] if by_handle else [f"{base}/metrics"]))
     timeout = args.drain + workload.requests[-1].due + SLACK
     async with aiohttp.ClientSession(headers=headers) as session, _client(args, session, headers, timeout) as found:
         client, model = found
@@ -67,6 +67,7 @@ async def measure(args: argparse.Namespace, workload: Workload, keys: Mapping[st
             seed=args.seed,
             run_id=f"run{os.getpid()}",
         )
+        await asyncio.sleep(late)  # what was counted before the run is not the run's
         before = await counters.scrape(session, pages)
         watch = Watch(len(asked))
         hooks_done: list[dict[str, Any]] = []
@@ -85,6 +86,7 @@ async def measure(args: argparse.Namespace, workload: Workload, keys: Mapping[st
             hooks.cancel()
             with suppress(asyncio.CancelledError):
                 await hooks
+        await asyncio.sleep(late)
         after = await counters.scrape(session, pages)
     sent = [(i, workload.requests[i], record) for i, record in enumerate(records)]
     counted = counters.difference(before, after)

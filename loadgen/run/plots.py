@@ -14,7 +14,8 @@ from loadgen.run import results
 from loadgen.svg import Plot, Scale, cdf, colour, scale_for
 
 NO_TIER = "all"
-BINS = 120  # of a timeline
+BINS = (20, 120)  # of a timeline, fewest and most; between them one for every PER_BIN requests
+PER_BIN = 4
 
 Groups = Mapping[str, list[RequestRecord]]
 
@@ -77,11 +78,12 @@ def timelines(run: RunFiles) -> list[Plot]:
     """What went on over the time of a run, with what its hooks did."""
     records = [line.record() for line in run.lines]
     end = max((max(r.sent, *r.times) if r.times else r.sent for r in records), default=1.0) or 1.0
-    width = end / BINS
+    bins = min(max(BINS[0], len(records) // PER_BIN), BINS[1])
+    width = end / bins
     seconds = Scale(0, end)
 
     def rate(times: Iterable[float]) -> list[tuple[float, float]]:
-        counts, _ = np.histogram(list(times), BINS, (0, end))
+        counts, _ = np.histogram(list(times), bins, (0, end))
         return [((i + 0.5) * width, float(c) / width) for i, c in enumerate(counts)]
 
     sent, ended = rate(r.sent for r in records), rate(r.due + r.latency for r in _ended(records))
@@ -102,12 +104,29 @@ def timelines(run: RunFiles) -> list[Plot]:
         first.dots([(r.due, r.ttft * 1e3) for r in _ended(group)], name, colour(i))
     bad = [(r.due, first.y.low) for r in records if r.outcome in ("shed", "error", "cut")]
     first.dots(bad, "shed, error, cut", "#d00000")
-    drawn = [flows, output, opened, first]
+    longest = _longest_gaps(run, end, bins)
+    every = [y for points in longest.values() for _, y in points]
+    gaps = Plot("longest gap between tokens", "s", "ms", seconds, scale_for(every, log=True))
+    for i, (name, points) in enumerate(longest.items()):
+        gaps.line(points, name, colour(i))
+    drawn = [flows, output, opened, gaps, first]
     for plot in drawn:
         for hook in run.found["hooks"]:
             if hook["began"] is not None:
                 plot.upright(hook["began"], hook["command"])
     return drawn
+
+
+def _longest_gaps(run: RunFiles, end: float, bins: int) -> dict[str, list[tuple[float, float]]]:
+    """Of each tier, at the middle of each bin, the longest gap in ms that a token ended."""
+    found = {}
+    for name, records in run.by_tier().items():
+        longest = np.zeros(bins)
+        for r in records:
+            places = (np.asarray(r.times[1:]) / end * bins).astype(int)
+            np.maximum.at(longest, np.minimum(places, bins - 1), np.diff(r.times))
+        found[name] = [((i + 0.5) * end / bins, float(gap) * 1e3) for i, gap in enumerate(longest) if gap]
+    return found
 
 
 def capacity(runs: Sequence[RunFiles]) -> list[Plot]:
@@ -135,7 +154,23 @@ def capacity(runs: Sequence[RunFiles]) -> list[Plot]:
     )
     plot.line(list(zip(rates, served, strict=True)), "ended well", colour(2))
     plot.line([(r, g) for r, g in zip(rates, good, strict=True) if g is not None], "within SLO", colour(0))
-    return [*drawn, plot]
+    drawn.append(plot)
+    if known:
+        drawn.append(_attainment(ordered, rates))
+    return drawn
+
+
+def _attainment(runs: Sequence[RunFiles], rates: Sequence[float]) -> Plot:
+    plot = Plot("within SLO by rate", "requests/s", "% of all", scale_for(rates, zero=True), Scale(0, 100))
+    tiers = sorted({tier for run in runs for tier in run.found["tiers"]})
+    for i, tier in enumerate([*tiers, NO_TIER]):
+        groups = [run.found if tier == NO_TIER else run.found["tiers"].get(tier, {}) for run in runs]
+        shares = [group.get("within_slo") for group in groups]
+        points = [(rate, 100 * share) for rate, share in zip(rates, shares, strict=True) if share is not None]
+        name = tier if tier == NO_TIER else f"tier {tier}"
+        plot.line(points, name, colour(i))
+        plot.dots(points, name, colour(i))
+    return plot
 
 
 def _ended(records: Sequence[RequestRecord]) -> list[RequestRecord]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.markup import escape
 
+from loadgen import arguments
 from loadgen.report import RESULTS, Stamp, show
 from loadgen.simulator.step_cost import Fitted, Step
 
@@ -129,15 +130,30 @@ def load(path: Path) -> Fitted:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `calibrate`."""
     columns = ", ".join((*Step._fields, "seconds"))
-    parser.add_argument("rows", type=Path, metavar="STEPS.csv", help=f"columns {columns}, and run if there are several")
+    parser.add_argument(
+        "rows",
+        type=Path,
+        nargs="?",
+        metavar="STEPS.csv",
+        help=f"columns {columns}, and run if there are several; with --measure: where to keep what was measured",
+    )
+    parser.add_argument("--measure", action="store_true", help="measure a real engine on a core of this machine first")
+    parser.add_argument("--model", help="with --measure: local model folder (default: the default model)")
+    parser.add_argument(
+        "--runs", type=arguments.count, default=3, help="with --measure: sweeps of about 25 s (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="with --measure (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS / "step-times.json", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Fit, print what each part costs and how far off that is, write it; status 1 and a message for bad rows."""
-    stamp = Stamp("calibrate", {"rows": args.rows}, ())
+    """Measure if asked to, fit, print what each part costs and how far off that is, write it.
+
+    Status 1 and a message for bad rows, or for none.
+    """
+    stamp = Stamp("calibrate", vars(args), range(args.seed, args.seed + args.runs) if args.measure else ())
     try:
-        rows = read(args.rows)
+        rows = _measure(args, console) if args.measure else read(_given(args.rows))
         cost = fit(rows)
         unseen = unseen_error(rows)
     except (OSError, ValueError) as problem:
@@ -153,3 +169,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
     figures: dict[str, Any] = {"seconds": seconds, "rows": len(rows), "error": known, "unseen_error": unseen}
     console.print(f"written: {stamp.write(figures, args.out)}")
     return 0
+
+
+def _measure(args: argparse.Namespace, console: Console) -> list[Measured]:
+    from loadgen.simulator import measure  # which uses this module
+
+    rows = measure.measure(args.model, args.runs, args.seed, console)
+    if args.rows is not None:
+        measure.write(rows, args.rows)
+    return rows
+
+
+def _given(path: Path | None) -> Path:
+    if path is None:
+        raise ValueError("STEPS.csv: name a file with measured steps, or measure some with --measure")
+    return path

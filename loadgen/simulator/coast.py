@@ -5,13 +5,17 @@ all of them go on, and all that changes is arithmetic: one token more each, a KV
 limit is reached. This module does that arithmetic in O(1) per step and O(1) per end, until something happens that needs
 a decision (the head of the queue fits, blocks run out), and then brings the scheduler's state up to date.
 
+Blocks leave the pool in the step that needs them, in vLLM's order, so that a prefix cache loses the same content; whose
+they are is settled later.
+
 Private names of vLLM 0.32: those of loadgen/simulator/lean.py, and `Scheduler.scheduler_reserve_full_isl`,
-`KVCacheManager.watermark_blocks`.
+`KVCacheManager.watermark_blocks`, `.get_computed_blocks`, `BlockPool.get_new_blocks`, `.free_block_queue` with
+`.fake_free_list_head`, `KVCacheBlock.next_free_block`, `.ref_cnt`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +42,7 @@ def may_wait(scheduler: Any) -> bool:
 class Coast:
     """One stretch of decode steps, numbered from 1: the first that is not complete when it begins.
 
-    `free`: KV blocks left, as the block pool would say. `running`: requests that have not got their last token.
-    `decides`: the next step is the scheduler's to make.
+    `running`: requests that have not got their last token. `decides`: the next step is the scheduler's to make.
     """
 
     def __init__(self, scheduler: Any, depth: int, requests: list[tuple[int, int, Any, int]]) -> None:
@@ -53,7 +56,10 @@ class Coast:
         self._opens = [0] * self._size  # requests that need a block in step s, at s modulo the block size
         for _, _, _, computed in requests:
             self._opens[(1 - computed) % self._size] += 1
-        self.free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        manager = scheduler.kv_cache_manager
+        self._manager, self._pool = manager, manager.block_pool
+        self._held = manager.coordinator.single_type_managers[0].req_to_blocks
+        self._taken: list[Any] = []  # blocks out of the pool that are nobody's yet
         self.decides = False
 
     @classmethod
@@ -66,11 +72,15 @@ class Coast:
             return None
         if len(running) > scheduler.max_num_scheduled_tokens:
             return None
+        manager, size = scheduler.kv_cache_manager, scheduler.block_size
+        cached = manager.coordinator.single_type_managers[0].num_cached_block if manager.enable_caching else None
         requests = []
         for place, request in enumerate(running):
             computed = request.num_computed_tokens - request.num_in_flight_tokens
             if request.num_in_flight_tokens != ahead or computed + 1 != request.num_tokens:
                 return None
+            if cached is not None and computed // size > cached.get(request.request_id, 0):
+                return None  # it has moved here, and its blocks are not known yet
             left = min(request.max_tokens - request.num_output_tokens, scheduler.max_model_len - request.num_tokens)
             requests.append((left, place, request, computed))
         requests.sort(key=lambda entry: entry[:2])
@@ -93,27 +103,43 @@ class Coast:
         if not decodes:
             self.decides = waiting
             return None
-        wanted = opens[number % size]
-        if wanted > self.free or (waiting and not self._full(self.free - wanted, decodes)):
+        wanted, free = opens[number % size], self._pool.get_num_free_blocks()
+        if wanted > free or (waiting and not self._full(free, wanted, decodes)):
             self.decides = True
             return None
-        self.free -= wanted
+        if wanted:
+            self._taken += self._pool.get_new_blocks(wanted)
         self._context += decodes
         self._scheduled = number
         return Step(decodes=decodes, context_tokens=self._context)
 
-    def _full(self, free: int, decodes: int) -> bool:
-        """Whether the waiting loop of vLLM's `schedule` would admit nobody with so many free blocks."""
+    def _full(self, free: int, wanted: int, decodes: int) -> bool:
+        """Whether the waiting loop of vLLM's `schedule` would admit nobody once the decodes have what they want."""
         scheduler = self._scheduler
         if not may_wait(scheduler) or decodes >= scheduler.max_num_scheduled_tokens:
             return False
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
             return True
         if scheduler.queue_policy.reorders:
-            scheduler.waiting.begin_step(replace(scheduler._context(), free_blocks=self.free))
-        tokens = min(scheduler.waiting.peek_request().num_tokens, scheduler.max_model_len)
-        wanted: int = -(-tokens // self._size) + scheduler.kv_cache_manager.watermark_blocks
-        return wanted > free
+            scheduler.waiting.begin_step(scheduler._context())
+        head = scheduler.waiting.peek_request()
+        lacking: int = -(-min(head.num_tokens, scheduler.max_model_len) // self._size) + self._manager.watermark_blocks
+        if lacking > free - wanted and self._manager.enable_caching:
+            found = self._manager.get_computed_blocks(head)[0].blocks[0]
+            if self._leaves(wanted, found):
+                return False
+            lacking -= sum(block.ref_cnt > 0 for block in found)
+        return lacking > free - wanted
+
+    def _leaves(self, count: int, found: Sequence[Any]) -> bool:
+        """Whether one of the blocks `found` is among the next ones to leave the pool."""
+        mine = {block.block_id for block in found if not block.ref_cnt}
+        block = self._pool.free_block_queue.fake_free_list_head
+        for _ in range(count if mine else 0):
+            block = block.next_free_block
+            if block.block_id in mine:
+                return True
+        return False
 
     def end_step(self) -> Ended:
         """The running step ends: requests that reach their limit leave."""
@@ -123,37 +149,48 @@ class Coast:
         while self._ended < len(requests) and requests[self._ended][0] == self._done:
             left, _, request, computed = requests[self._ended]
             self._ended += 1
-            self.free += -(-(computed + left) // self._size)
+            self._catch_up(request, computed, left)
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
             scheduler.running.remove(request)
             scheduler._free_request(request)
             ended.last.append(request.request_id)
         return ended
 
+    def _catch_up(self, request: Any, computed: int, left: int) -> None:
+        """Bring one request up to date: its tokens, its blocks, what is under way."""
+        done = self._done
+        ahead = min(self._scheduled, left) - done
+        held = self._held[request.request_id]
+        for _ in range(-(-(computed + done + ahead) // self._size) - len(held)):
+            held.append(self._taken.pop())
+        request.num_computed_tokens = computed + done + ahead
+        request.num_in_flight_tokens = ahead
+        if self._ahead:
+            request.num_output_placeholders = ahead
+        request._output_token_ids.extend([TOKEN] * done)
+        request._all_token_ids.extend([TOKEN] * done)
+        if self._manager.enable_caching:
+            request.update_block_hashes()
+            # Those that the last scheduled step knew to be full.
+            self._manager.cache_blocks(request, computed + done + max(0, ahead - self._ahead))
+
     def settle(self) -> list[tuple[Any, list[bool]]]:
         """Bring the scheduler's requests and blocks up to date; the steps under way as vLLM's output and samplers.
 
-        Raises RuntimeError if the block pool disagrees with the arithmetic.
+        Raises RuntimeError if the requests need other blocks than those that were taken from the pool.
         """
-        scheduler, done = self._scheduler, self._done
-        manager, asynchronous = scheduler.kv_cache_manager, self._ahead > 0
+        scheduler = self._scheduler
         left_of = {}
-        for left, _, request, computed in self._requests[self._ended :]:
-            left_of[request.request_id] = left
-            ahead = min(self._scheduled, left) - done
-            tokens = computed + done + ahead - request.num_computed_tokens
-            if tokens and manager.allocate_slots(request, tokens) is None:
-                raise RuntimeError("the block pool has fewer blocks than were counted")
-            request.num_computed_tokens += tokens
-            request.num_in_flight_tokens = ahead
-            if asynchronous:
-                request.num_output_placeholders = ahead
-            request._output_token_ids.extend([TOKEN] * done)
-            request._all_token_ids.extend([TOKEN] * done)
-        if (pool := manager.block_pool.get_num_free_blocks()) != self.free:
-            raise RuntimeError(f"the block pool has {pool} free blocks, {self.free} were counted")
+        try:
+            for left, _, request, computed in self._requests[self._ended :]:
+                left_of[request.request_id] = left
+                self._catch_up(request, computed, left)
+        except IndexError:
+            raise RuntimeError("the requests need more blocks than were counted") from None
+        if self._taken:
+            raise RuntimeError(f"{len(self._taken)} blocks were taken that no request needs")
         steps = []
-        for number in range(done + 1, self._scheduled + 1):
+        for number in range(self._done + 1, self._scheduled + 1):
             names = [request.request_id for request in scheduler.running if left_of[request.request_id] >= number]
             steps.append((SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1)), [True] * len(names)))
         return steps

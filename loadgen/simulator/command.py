@@ -10,14 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
 from loadgen import arguments
 from loadgen.metrics import RequestRecord, summarise
 from loadgen.report import RESULTS, Stamp, Steps, show
-from loadgen.simulator import calibrate
-from loadgen.simulator.hardware import DEVICES, MODELS, kv_blocks
+from loadgen.simulator import calibrate, options
+from loadgen.simulator.hardware import DEVICES, GIB, MODELS, kv_blocks
 from loadgen.simulator.step_cost import Roofline, StepCost
 from loadgen.workloads import command as workloads
 from loadgen.workloads import readers
@@ -55,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--block-size", type=arguments.count, default=16, help="tokens (default: %(default)s)")
     engine.add_argument("--max-num-seqs", type=arguments.count, default=256, help="default: %(default)s")
     engine.add_argument("--max-num-batched-tokens", type=arguments.count, default=2048, help="default: %(default)s")
+    engine.add_argument(
+        "--prefix-caching",
+        action="store_true",
+        help="keep KV blocks for later prompts that begin alike: agents, traces with hash ids (default: off)",
+    )
     engine.add_argument("--sync", action="store_true", help="schedule a step when the one before has ended, as on CPU")
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument("--replicas", type=arguments.count, default=4, help="default: %(default)s")
@@ -83,12 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fleet.add_argument(
         "--kill",
-        type=kill,
+        type=options.span,
         nargs="+",
         default=[],
         metavar="REPLICA@SECOND[+SECONDS]",
         help="replica 1 dies at second 30 and serves again 25 s later: 1@30+25",
     )
+    options.add_arguments(parser)
     work = parser.add_argument_group("workload")
     work.add_argument("--workload", type=Path, metavar="FILE", help="workload or trace file, instead of a made one")
     workloads.add_model_arguments(parser)
@@ -98,16 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plain", action="store_true", help="without short cuts: the same result, five times slower")
     parser.add_argument("--out", type=Path, default=RESULTS / "simulate.json", help="default: %(default)s")
-
-
-def kill(text: str) -> tuple[int, float, float]:
-    """Replica, begin and end of an outage, from `REPLICA@SECOND[+SECONDS]`."""
-    try:
-        replica, _, when = text.partition("@")
-        begin, _, lasting = when.partition("+")
-        return int(replica), float(begin), float(begin) + float(lasting or "inf")
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: write REPLICA@SECOND or REPLICA@SECOND+SECONDS") from None
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -134,7 +131,7 @@ def _runs(args: argparse.Namespace, seeds: Sequence[int], console: Console) -> l
             shape = _shape(args)
             workload = _workload(args, seed, shape.longest)
             work = jobs(workload)
-            fleet = _fleet(args, shape, 1 + max(job.tier for job in work), seed)
+            fleet = _fleet(args, shape, 1 + max(job.tier for job in work), seed, workload.block_tokens)
             began = time.process_time()
             outcome = Cluster(fleet, fast=not args.plain, coast=not args.plain).run(work)
             took = time.process_time() - began
@@ -158,10 +155,11 @@ def _shape(args: argparse.Namespace) -> Shape:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         asynchronous=not args.sync,
+        prefix_caching=args.prefix_caching,
     )
 
 
-def _fleet(args: argparse.Namespace, shape: Shape, tiers: int, seed: int) -> Fleet:
+def _fleet(args: argparse.Namespace, shape: Shape, tiers: int, seed: int, block_tokens: int) -> Fleet:
     from loadgen.simulator.cluster import Fleet, Outage
 
     if tiers > MAX_TIERS:
@@ -185,6 +183,8 @@ def _fleet(args: argparse.Namespace, shape: Shape, tiers: int, seed: int) -> Fle
         outages=tuple(Outage(*outage) for outage in args.kill),
         oracle=True,
         seed=seed,
+        block_tokens=block_tokens,
+        **options.changes(args),
     )
 
 
@@ -198,17 +198,24 @@ def _workload(args: argparse.Namespace, seed: int, longest: int) -> Workload:
 
 
 def jobs(workload: Workload) -> list[Job]:
-    """The workload's requests for a cluster; ValueError for one without a length of its answer."""
+    """The workload's requests for a cluster; ValueError for one without a length of its answer.
+
+    Where the workload names no sessions, prompts that begin alike beyond what all have in common are of one session.
+    """
     from loadgen.simulator.cluster import Job
 
     found = []
+    common = _common([request.blocks for request in workload.requests])
     for number, request in enumerate(workload.requests):
         if not request.output_tokens:
             raise ValueError(f"request {number} leaves the length of its answer to the server: give it output_tokens")
         patience, left = request.deadline, "unfinished"
         if request.cancel_after is not None and (patience is None or request.cancel_after < patience):
             patience, left = request.cancel_after, "cancelled"
-        session = zlib.crc32(request.session.encode()) if request.session is not None else None
+        if request.session is not None:
+            session: int | None = zlib.crc32(request.session.encode())
+        else:
+            session = request.blocks[common] if len(request.blocks) > common else None
         found.append(
             Job(
                 request.due,
@@ -218,11 +225,18 @@ def jobs(workload: Workload) -> list[Job]:
                 session,
                 patience,
                 left,
+                blocks=request.blocks,
             )
         )
     if not found:
         raise ValueError("the workload has no requests")
     return found
+
+
+def _common(contents: Sequence[tuple[int, ...]]) -> int:
+    """How many blocks all prompts begin with."""
+    first, last = min(contents, default=()), max(contents, default=())
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
 
 
 def figures(work: Sequence[Job], outcome: Outcome) -> dict[str, Any]:
@@ -237,7 +251,21 @@ def figures(work: Sequence[Job], outcome: Outcome) -> dict[str, Any]:
         "preemptions": outcome.preemptions,
         "busy": [busy / outcome.duration for busy in outcome.busy_s],
         "requests": [outcome.replica.count(i) for i in range(len(outcome.steps))],
+        "prefix": {
+            "queried_tokens": (queried := sum(outcome.prefix_queries)),
+            "hit_tokens": sum(outcome.prefix_hits),
+            "hit_rate": sum(outcome.prefix_hits) / queried if queried else None,
+        },
+        "replica_s": outcome.replica_s,
+        "moves": outcome.moves,
+        "moved_gib": outcome.moved_bytes / GIB,
+        "pauses_s": dict(zip(("p50", "p99", "max"), _quantiles(outcome.pauses), strict=True)),
+        "scaling": [[step.at, step.target, step.running, step.reason] for step in outcome.scaling],
     }
+
+
+def _quantiles(pauses: Sequence[float]) -> list[float | None]:
+    return [float(x) for x in np.quantile(pauses, (0.5, 0.99, 1.0))] if pauses else [None] * 3
 
 
 def _summary(records: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -269,3 +297,21 @@ def _print(console: Console, runs: Sequence[dict[str, Any]], args: argparse.Name
             f"seed {one['seed']}: {one['total']['output_throughput']:.0f} output tokens/s, replicas busy {busy}, "
             f"{sum(one['preemptions'])} preemptions; {one['simulated_s']:.0f} s simulated in {one['cpu_s']:.1f} CPU s"
         )
+        if one["prefix"]["hit_rate"] is not None:
+            console.print(
+                f"  prefix cache: {one['prefix']['hit_rate']:.1%} of {one['prefix']['queried_tokens']} prompt tokens"
+            )
+        if one["moves"]:
+            told = ", ".join(
+                f"{reason} {' '.join(f'{ended} {count}' for ended, count in sorted(outcomes.items()))}"
+                for reason, outcomes in sorted(one["moves"].items())
+            )
+            longest = one["pauses_s"]["max"]
+            pause = f"; pauses p50 {one['pauses_s']['p50']:.3f}, longest {longest:.3f} s" if longest else ""
+            console.print(f"  moves: {told}; {one['moved_gib']:.2f} GiB of KV{pause}")
+        if one["scaling"]:
+            most = max(step[1] for step in one["scaling"])
+            console.print(
+                f"  autoscaling: {len(one['scaling']) - 1} changes, {most} replicas at most, "
+                f"{one['replica_s'] / 3600:.2f} replica-hours"
+            )

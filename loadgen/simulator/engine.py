@@ -27,6 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from deployments.scheduler import AsyncPolicyScheduler, PolicyScheduler, SchedulerSettings
 from loadgen.simulator.hardware import MODELS, Model
 from loadgen.simulator.lean import TOKEN, lean
+from loadgen.simulator.prefixes import Content, count_hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Shape:
     """An engine's limits: KV blocks of `block_size` tokens, requests and tokens of a step, tokens of a request.
 
     `asynchronous`: the next step is scheduled while one runs, vLLM's default on GPU (and never on CPU).
+    `prefix_caching`: blocks stay known by their content when their request has ended, until they are needed.
     """
 
     kv_blocks: int
@@ -42,6 +44,7 @@ class Shape:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     asynchronous: bool = True
+    prefix_caching: bool = False
 
     @property
     def longest(self) -> int:
@@ -74,7 +77,7 @@ def _config(model: Model, shape: Shape, settings: SchedulerSettings) -> VllmConf
         )
         config = VllmConfig(
             model_config=described,
-            cache_config=CacheConfig(block_size=32, enable_prefix_caching=False),
+            cache_config=CacheConfig(block_size=32, enable_prefix_caching=shape.prefix_caching),
             scheduler_config=SchedulerConfig(
                 max_model_len=shape.max_model_len,
                 is_encoder_decoder=False,
@@ -112,7 +115,7 @@ def schedulers(model: Model, shape: Shape, settings: SchedulerSettings, count: i
         blocks = config.cache_config.num_gpu_blocks
         product = AsyncPolicyScheduler if shape.asynchronous else PolicyScheduler
         cls = lean(product) if fast else product
-        return [
+        made = [
             cls(
                 vllm_config=config,
                 kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layers"], attention)]),
@@ -122,6 +125,10 @@ def schedulers(model: Model, shape: Shape, settings: SchedulerSettings, count: i
             )
             for _ in range(count)
         ]
+    if shape.prefix_caching:
+        for scheduler in made:
+            count_hits(scheduler)
+    return made
 
 
 def request(
@@ -133,18 +140,29 @@ def request(
     tier: int = 0,
     ticket: int | None = None,
     oracle: bool = False,
+    told: int | None = None,
     generated: int = 0,
+    content: Content | None = None,
+    adopt: dict[str, Any] | None = None,
 ) -> Any:
     """A vLLM request that generates exactly `output_tokens`; `arrival` is in seconds of the scheduler's clock.
 
-    `oracle`: policies that ask for the length of the answer are told. So many tokens were `generated` elsewhere.
+    `oracle`: policies that ask for the length of the answer are told, `told` if that is not the true one. So many
+    tokens were `generated` elsewhere.
+    `content`: what the prompt consists of, for prefix caching. `adopt`: it takes over a reservation
+    (deployments/migration/kv_scheduler.py).
     """
     ours: dict[str, Any] = {}
     if generated:
-        ours["output"] = [TOKEN] * generated
+        ours["output"] = [content.answer if content else TOKEN] * generated
     if ticket is not None:
         ours["ticket"] = ticket
+    if adopt is not None:
+        ours["adopt"] = adopt
     if oracle:
-        ours["output_tokens"] = output_tokens
+        ours["output_tokens"] = output_tokens if told is None else told
     limits = SamplingParams(max_tokens=output_tokens, ignore_eos=True, extra_args={"tidegate": ours} if ours else None)
-    return Request(name, [TOKEN] * prompt_tokens, limits, None, arrival_time=arrival, priority=tier)
+    prompt, answer, hasher = content or ([TOKEN] * prompt_tokens, TOKEN, None)
+    made = Request(name, prompt, limits, None, arrival_time=arrival, priority=tier, block_hasher=hasher)
+    made.answer = answer
+    return made

@@ -16,7 +16,10 @@ BF16 = 2  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Shape of a decoder with gated MLPs and grouped-query attention, in bf16. `context` is its window in tokens."""
+    """Shape of a decoder with gated MLPs and grouped-query attention. `context` is its window in tokens.
+
+    `weight_size`: bytes of a weight, 2 for bf16, 1 for FP8. The KV cache is in bf16.
+    """
 
     layers: int
     hidden: int
@@ -27,6 +30,7 @@ class Model:
     vocabulary: int
     context: int
     tied: bool = False  # one matrix for embedding and head
+    weight_size: int = BF16
 
     @property
     def linear_parameters(self) -> int:
@@ -42,7 +46,7 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         """All weights in memory."""
-        return BF16 * (self.linear_parameters + self.head_parameters * (1 if self.tied else 2))
+        return self.weight_size * (self.linear_parameters + self.head_parameters * (1 if self.tied else 2))
 
     @property
     def kv_bytes(self) -> int:
@@ -69,7 +73,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: memory (GiB), dense bf16 FLOP/s, memory bytes/s, bytes/s to its peers in a host.
+    """One accelerator: memory (GiB), dense bf16 FLOP/s, memory bytes/s, bytes/s to its peers in a host (NVLink: as the
+    data sheets give it, both directions together, so all-reduces come out at the best that they could be).
 
     `mfu` and `mbu` are the shares of FLOP/s and bytes/s that the linear layers reach, `blend` how softly the roofline
     bends (loadgen/simulator/step_cost.py), `per_layer_s` what each layer costs beyond. `source` says where these four
@@ -92,6 +97,7 @@ class Device:
 MODELS: dict[str, Model] = {
     "llama-3-8b": Model(32, 4096, 32, 8, 128, 14336, 128256, context=8192),
     "llama-3-70b": Model(80, 8192, 64, 8, 128, 28672, 128256, context=8192),
+    "llama-3-70b-fp8": Model(80, 8192, 64, 8, 128, 28672, 128256, context=8192, weight_size=1),
     "qwen2.5-7b": Model(28, 3584, 28, 4, 128, 18944, 152064, context=32768),
     "smollm2-135m": Model(30, 576, 9, 3, 64, 1536, 49152, context=8192, tied=True),
 }

@@ -5,7 +5,8 @@ preemption and the block pool stay vLLM's; tests/loadgen/test_simulator_fast.py 
 
 Private names of vLLM 0.32, held by that test: `Scheduler.update_from_output`, `._make_cached_request_data`,
 `._free_request`, `.running`, `.waiting`; `KVCacheManager.coordinator.single_type_managers[0].req_to_blocks`,
-`.empty_kv_cache_blocks`, `.allocate_slots`; `Request._output_token_ids`, `._all_token_ids`, `.num_output_placeholders`,
+`.num_cached_block`, `.enable_caching`, `.empty_kv_cache_blocks`, `.allocate_slots`, `.cache_blocks`;
+`Request.update_block_hashes`, `._output_token_ids`, `._all_token_ids`, `.num_output_placeholders`,
 `.num_in_flight_tokens`, `.num_stale_output_tokens`, `.drop_stale_output`; `CachedRequestData.make_empty`.
 """
 
@@ -18,7 +19,7 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-TOKEN = 7  # every prompt and answer consists of it: without prefix caching no decision depends on tokens
+TOKEN = 7  # every answer consists of it, and every prompt where nobody asks for its content
 
 
 class Ended(NamedTuple):
@@ -35,24 +36,31 @@ class Lean(Scheduler):  # type: ignore[misc]  # vLLM is read as Any
         super().__init__(*args, **kwargs)
         manager = self.kv_cache_manager
         (blocks,) = manager.coordinator.single_type_managers
-        if manager.enable_caching or self.num_lookahead_tokens or self.connector is not None:
-            raise ValueError("the fast path knows no prefix caching, speculative decoding or KV connector")
-        held, size, nothing, inner = (
-            blocks.req_to_blocks,
-            blocks.block_size,
-            manager.empty_kv_cache_blocks,
-            manager.allocate_slots,
-        )
+        if self.num_lookahead_tokens or self.connector is not None:
+            raise ValueError("the fast path knows no speculative decoding or KV connector")
+        self._caches = manager.enable_caching
+        held, size, cached = blocks.req_to_blocks, blocks.block_size, blocks.num_cached_block
+        nothing, inner = manager.empty_kv_cache_blocks, manager.allocate_slots
 
         def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
             """Nothing to allocate for tokens that fit into the last block of a running request."""
             if request.status is RequestStatus.RUNNING:
-                mine = held.get(request.request_id)
-                if mine and request.num_computed_tokens + num_new_tokens <= len(mine) * size:
+                mine, tokens = held.get(request.request_id), request.num_computed_tokens + num_new_tokens
+                if mine and tokens <= len(mine) * size:
                     return nothing
             return inner(request, num_new_tokens, *args, **kwargs)
 
-        manager.allocate_slots = allocate_slots
+        def allocate_and_cache(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            """And no block that has become full, which the prefix cache would have to learn."""
+            if request.status is RequestStatus.RUNNING:
+                name, tokens = request.request_id, request.num_computed_tokens + num_new_tokens
+                if tokens <= len(held.get(name, ())) * size and min(tokens, request.num_tokens) // size <= cached.get(
+                    name, 0
+                ):
+                    return nothing
+            return inner(request, num_new_tokens, *args, **kwargs)
+
+        manager.allocate_slots = allocate_and_cache if self._caches else allocate_slots
 
     def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
         return CachedRequestData.make_empty()
@@ -61,6 +69,7 @@ class Lean(Scheduler):  # type: ignore[misc]  # vLLM is read as Any
         """Take in one step; `model_runner_output` is the list of those who got a token, in the order of the batch."""
         ended = Ended([], [])
         stopped, runs_async, requests = [], self.runs_async, self.requests
+        caches, size = self._caches, self.block_size
         for (name, tokens), sampled in zip(
             scheduler_output.num_scheduled_tokens.items(), model_runner_output, strict=True
         ):
@@ -80,6 +89,13 @@ class Lean(Scheduler):  # type: ignore[misc]  # vLLM is read as Any
             request._all_token_ids.append(TOKEN)
             if runs_async and not stale:
                 request.num_output_placeholders -= 1
+            if caches:
+                if not len(request._all_token_ids) % size:
+                    request.update_block_hashes()
+                if runs_async and request.status is RequestStatus.RUNNING:
+                    computed = request.num_computed_tokens - request.num_output_placeholders
+                    if not computed % size:  # another block is full
+                        self.kv_cache_manager.cache_blocks(request, computed)
             generated = len(output)
             if generated == 1:
                 ended.first.append(name)

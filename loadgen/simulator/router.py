@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from deployments.reports import report_of
 from loadgen.simulator.replica import Replica
 from policies.admission import AdmissionQueue, Verdict
 from policies.balancing import BALANCING, UsesTiers
@@ -43,28 +42,32 @@ class Router:
         self._tiers, self._rng = tiers, rng
         self._queue: AdmissionQueue[int] | None = AdmissionQueue(*bounds) if bounds else None
         self._without_token: set[int] = set()  # those in the admission queue
-        self._heard = [-HEARTBEAT_S] * len(replicas)
-        self._versions = [-1] * len(replicas)
-        self._tickets = [0] * len(replicas)  # how many of each replica's tickets were read
+        self._heard: list[float] = []
+        self._versions: list[int] = []
+        self._tickets: list[int] = []  # how many of each replica's tickets were read
         self._reports = 0
         self.table = FleetTable(stale_s=stale_s)
         for replica in replicas:
-            self.table.join(replica.name)
+            self.add(replica)
 
-    def hear(self, index: int, replica: Replica, now: float) -> None:
-        """Take the replica's report, if it has anything new to say or has said nothing for a heartbeat."""
+    def add(self, replica: Replica) -> None:
+        """One more replica, with the next index."""
+        self._heard.append(-HEARTBEAT_S)
+        self._versions.append(-1)
+        self._tickets.append(0)
+        self.table.join(replica.name)
+
+    def hear(self, index: int, replica: Replica, now: float, *, state: bool = False) -> None:
+        """Take the replica's report, if it has anything new to say or has said nothing for a heartbeat.
+
+        `state`: its state has changed.
+        """
         version = replica.version
-        if version == self._versions[index] and now - self._heard[index] < HEARTBEAT_S:
+        if version == self._versions[index] and now - self._heard[index] < HEARTBEAT_S and not state:
             return
-        figures, tickets = replica.figures(), replica.board.tickets
+        tickets = replica.board.tickets
         self._reports += 1
-        report = report_of(
-            figures._replace(t=now),
-            replica=replica.name,
-            seq=self._reports,
-            state="serving",
-            admitted=tickets[self._tickets[index] :],
-        )
+        report = replica.report(self._reports, tickets[self._tickets[index] :])
         self._heard[index], self._versions[index], self._tickets[index] = now, version, len(tickets)
         self.table.apply(report, now)
 
@@ -77,31 +80,33 @@ class Router:
         return float(self._queue.retry_after(tier)) if self._queue is not None else None
 
     def lose(self, index: int, replica: Replica) -> None:
-        """The replica has died."""
+        """The replica's process has ended."""
         self.table.leave(replica.name)
         self._versions[index], self._tickets[index] = -1, 0
 
-    def choose(
-        self, number: int, prompt_tokens: int, tier: int, session: int | None, now: float, *, again: bool = False
-    ) -> str:
-        """The replica of a request, entered into the books; `again`: the one before has died.
-
-        EmptyFleetError if there is none.
-        """
+    def choose(self, number: int, prompt_tokens: int, tier: int, session: int | None, now: float) -> str:
+        """The replica of a request, entered into the books; EmptyFleetError if there is none."""
         call = Call(prompt_tokens, tier, now, session)
         policy = self._fallback if self.table.all_stale(now) else self._policy
         name = self.table.ids[policy.choose(self.table, call, self._rng)]
         self.table.dispatch(number, name, prompt_tokens, tier=tier, now=now)
-        if self._queue is not None and not again:
+        return name
+
+    def enter(self, number: int, tier: int, now: float) -> None:
+        """The request waits for its first token from now on."""
+        if self._queue is not None:
             self._queue.enter(number, tier, now)
             self._without_token.add(number)
-        return name
 
     def started(self, number: int, now: float) -> None:
         """The request has its first token."""
         if self._queue is not None:
             self._queue.start(number, now)
             self._without_token.discard(number)
+
+    def moved(self, number: int, now: float) -> None:
+        """The call at the replica that was chosen has ended: the request goes on at another."""
+        self.table.complete(number, now)
 
     def ended(self, number: int, prompt_tokens: int, output_tokens: int, now: float) -> None:
         """The request has its last token."""

@@ -39,7 +39,7 @@ class Roofline:
 
     With n tokens in the step, s of them sampled, P linear and H head parameters:
 
-        compute = (2 P n + 2 H s) / (tp * mfu * flops)          memory = bf16 bytes of P + H / (tp * mbu * bandwidth)
+        compute = (2 P n + 2 H s) / (tp * mfu * flops)          memory = bytes of P + H / (tp * mbu * bandwidth)
         linear  = (compute^b + memory^b)^(1/b) + layers * per_layer_s
         decode attention  = context_tokens * KV bytes / (tp * mbu * bandwidth)
         prefill attention = attention * 4 * layers * heads * head_dim / (tp * 0.4 * flops)
@@ -47,15 +47,19 @@ class Roofline:
         host              = 1 ms + 8 us * requests
 
     Source: the roofline of Williams et al. (CACM 2009) with a soft knee; FLOP counts as in Vidur (Agrawal et al.,
-    MLSys 2024). Only the linear part is checked against measurements (`Device`).
+    MLSys 2024). Only the linear part is checked against measurements (`Device`), and only in bf16: weights of one byte
+    are taken to be read and multiplied in half the time.
     """
 
     def __init__(self, model: Model, device: Device, tp: int = 1) -> None:
-        flops, bandwidth = tp * device.mfu * device.flops, tp * device.mbu * device.bandwidth
+        flops = tp * device.mfu * device.flops * BF16 / model.weight_size
+        bandwidth = tp * device.mbu * device.bandwidth
         self._blend = device.blend
         self._per_token = 2 * model.linear_parameters / flops
         self._per_sample = 2 * model.head_parameters / flops
-        self._weights = (BF16 * (model.linear_parameters + model.head_parameters) / bandwidth) ** device.blend
+        self._weights = (
+            model.weight_size * (model.linear_parameters + model.head_parameters) / bandwidth
+        ) ** device.blend
         self._per_context_token = model.kv_bytes / bandwidth
         self._per_pair = 4 * model.layers * model.heads * model.head_dim / (tp * ATTENTION_MFU * device.flops)
         self._fixed = HOST_S + model.layers * device.per_layer_s

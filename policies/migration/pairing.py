@@ -31,7 +31,8 @@ REASONS: tuple[Reason, ...] = ("drain", "tier", "defragment", "balance")  # most
 class Move:
     """One request is to go from `source` to `destination`; `room[p]`: least and most KV blocks it may hold in tier p.
 
-    `waiting_tier`: for `tier`, the tier that waits.
+    `waiting_tier`: for `tier`, the tier that waits. `requests`: as many may go at once if all of them wait and hold
+    together no more than one may (by hand: any so many).
     """
 
     source: str
@@ -39,6 +40,7 @@ class Move:
     reason: Reason
     room: tuple[tuple[int, int], ...]
     waiting_tier: int | None = None
+    requests: int = 1
 
     def admits(self, tier: int, blocks: int) -> bool:
         """Whether a request of this tier and size may make the move."""
@@ -129,7 +131,9 @@ class Pairing:
                 )
                 if any(least <= most for least, most in room):
                     waiting = source.waiting_tier if reason == "tier" else None
-                    yield Move(source.replica, destination.replica, reason, room, waiting)
+                    seats = destination.max_num_seqs - destination.running - destination.incoming
+                    several = max(1, min(seats, sum(source.waiting_by_tier))) if reason == "balance" else 1
+                    yield Move(source.replica, destination.replica, reason, room, waiting, several)
 
     def _gives(self, reason: Reason, s: Standing, now: dict[str, Standing]) -> bool:
         if reason == "drain":

@@ -37,8 +37,8 @@ class Candidate:
 class Victims:
     """cooldown_s: seconds in which a request moves once at most, whatever it is that would be gained.
 
-    min_remaining: tokens; a request that ends sooner is gone before its move has paid (a move of 4,096 tokens takes
-    about 15 steps).
+    min_remaining: tokens; a running request that ends sooner is gone before its move has paid (a move of 4,096 tokens
+    takes about 15 steps).
     """
 
     cooldown_s: float = 5.0
@@ -58,6 +58,23 @@ class Victims:
         able = [c for c in candidates if c.request_id not in busy and self._may(move, c)]
         return min(able, key=lambda c: (-c.tier, c.place == "decode", c.blocks, c.request_id), default=None)
 
+    def choose_all(self, move: Move, candidates: Sequence[Candidate], busy: Collection[str] = ()) -> list[Candidate]:
+        """All requests that go at once: one, or up to `move.requests` of the queue, of one tier and within its room.
+
+        A waiting request holds no KV: where a queue has built up, moving them one at a time would not catch up with it.
+        """
+        chosen: list[Candidate] = []
+        while len(chosen) < move.requests:
+            victim = self.choose(move, candidates, {*busy, *(c.request_id for c in chosen)})
+            if victim is None:
+                break
+            if chosen and move.reason != "hand":
+                alike = victim.tier == chosen[0].tier and "decode" not in (victim.place, chosen[0].place)
+                if not alike or sum(c.blocks for c in chosen) + victim.blocks > move.room[victim.tier][1]:
+                    break
+            chosen.append(victim)
+        return chosen
+
     def _may(self, move: Move, candidate: Candidate) -> bool:
         if candidate.refused is not None or candidate.place == "prefill":
             return False
@@ -65,7 +82,9 @@ class Victims:
             return False
         if move.reason in ("drain", "hand"):
             return True
-        if candidate.moved_s < self.cooldown_s or candidate.tokens_left < self.min_remaining:
+        if candidate.moved_s < self.cooldown_s:
+            return False
+        if candidate.place == "decode" and candidate.tokens_left < self.min_remaining:
             return False
         if move.reason == "tier":
             return candidate.place == "decode" and move.waiting_tier is not None and candidate.tier > move.waiting_tier

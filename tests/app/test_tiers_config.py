@@ -46,7 +46,7 @@ def test_any_number_of_tiers(count: int) -> None:
     assert len(config.tiers()) == count
     assert config.tiers().aging_s == (math.inf,) * count
     spec = config.spec()
-    assert set(spec) == {"headroom", "aging_s", "ttft_slo_s", "tpot_slo_s"}
+    assert set(spec) == {"names", "headroom", "aging_s", "ttft_slo_s", "tpot_slo_s"}
     assert {len(column) for column in spec.values()} == {count}
     assert spec["ttft_slo_s"] == [2.0] * count
     assert pickle.loads(pickle.dumps(spec)) == msgspec.msgpack.decode(msgspec.msgpack.encode(spec)) == spec

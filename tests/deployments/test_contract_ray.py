@@ -12,6 +12,7 @@ from ray._private import worker
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 from ray.serve import config as serve_config
 from ray.serve import context as serve_context
+from ray.serve import schema as serve_schema
 from ray.serve._private import client as serve_client
 from ray.serve._private import replica as serve_replica
 from ray.serve._private import router as serve_router
@@ -188,3 +189,15 @@ def test_loss_of_a_replica_is_a_ray_error() -> None:
     assert issubclass(RayActorError, RayError)
     assert issubclass(serve.exceptions.BackPressureError, RayServeException)
     assert not issubclass(RayError, RayServeException)
+
+
+def test_serve_client_reads_and_deploys() -> None:
+    """serve_config.py reads `deployed_app_config` and states from the details, and deploys a whole file."""
+    client = serve_client.ServeControllerClient
+    assert parameters(client.get_serve_details) == []
+    assert parameters(client.deploy_apps)[0] == "config"
+    details, deployment = serve_schema.ApplicationDetails.model_fields, serve_schema.DeploymentDetails.model_fields
+    assert {"status", "message", "deployed_app_config", "deployments"} <= set(details)
+    assert {"replicas", "target_num_replicas"} <= set(deployment)
+    assert "state" in serve_schema.ReplicaDetails.model_fields
+    assert "target_capacity" in serve_schema.ServeInstanceDetails.model_fields

@@ -16,7 +16,7 @@ from deployments.load_page import RING, Figures, LoadPage, LoadPageError, page_p
 
 def figures(n: int) -> Figures:
     """Figures that all say `n`, so that a torn record shows."""
-    return Figures._make([float(n), *[n] * 12, (n,) * (n % 17), (n,) * (n % 17), 0, 0])
+    return Figures._make([float(n), *[n] * 12, *[(n,) * (n % 17)] * 3, 0, 0])
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_figures_arrive_as_written(page: LoadPage, name: str) -> None:
     """A reader gets every field of the newest figures, and none before the first write."""
     other = LoadPage.open(name)
     assert other.read() is None
-    wide = Figures(1.5, 2**40, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, tuple(range(16)), (2**32 - 1,) * 16)
+    wide = Figures(1.5, 2**40, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, tuple(range(16)), (2**32 - 1,) * 16, (7,) * 16)
     assert page.write(figures(1)) == 1
     assert page.write(wide, [5, 6]) == 2
     assert other.read() == wide._replace(admitted=2, version=2)
@@ -183,7 +183,7 @@ def test_a_write_cut_short_leaves_the_record_before_it(page: LoadPage, name: str
 
 @pytest.mark.parametrize(
     ("at", "value"),
-    [(64 + 320 + 20, 0xFF), (8, 1)],
+    [(64 + 384 + 20, 0xFF), (8, 1)],
     ids=["a figure changed", "the slot already holds later figures"],
 )
 def test_figures_that_are_not_whole_are_never_returned(page: LoadPage, name: str, at: int, value: int) -> None:

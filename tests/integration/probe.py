@@ -36,7 +36,7 @@ class Probe:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "tests.integration.probe"],
                 cwd=ROOT,
-                env={**os.environ, **ray_environment(server.ray_dir), "RAY_ADDRESS": _gcs_address(server)},
+                env={**os.environ, **ray_environment(server.ray_dir), "RAY_ADDRESS": gcs_address(server)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -86,7 +86,7 @@ class Probe:
         self._child.wait(timeout=30)
 
 
-def _gcs_address(server: Server) -> str:
+def gcs_address(server: Server) -> str:
     """Where this server's cluster is: "auto" would take any cluster of the machine."""
     (raylet,) = server.named("raylet/raylet")
     (argument,) = (a for a in raylet.cmdline() if a.startswith("--gcs-address="))

@@ -212,6 +212,7 @@ def fleet_config(port: int, replicas: int, dtype: str, **sections: Any) -> dict:
     """
     args: dict[str, Any] = {
         "model_loading_config": {"model_id": MODEL},
+        "admin": {"port": free_port()},
         "deployment_config": {"num_replicas": replicas},
         "cpu": {"threads_per_replica": 1},
         "engine_kwargs": {

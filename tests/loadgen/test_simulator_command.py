@@ -50,6 +50,33 @@ def test_plain_gives_the_same(tmp_path: Path) -> None:
     assert fast["total"]["outcomes"].get("shed", 0) > 0
 
 
+def test_moves_drains_and_autoscaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The result file and the console say what moved, what the autoscaler decided and what was paid for."""
+    options = ["--arrivals", "poisson:rate=40", "--migrate", "threshold=0.05,slowdown=0.02", "--drain", "0@0.3+0.5"]
+    run = simulate(tmp_path, *options, "--kv-blocks", "600")["runs"][0]
+    assert run["total"]["completed"] == 40
+    assert run["moves"]["drain"]["done"] > 0
+    assert run["moved_gib"] > 0
+    assert run["pauses_s"]["p50"] <= run["pauses_s"]["p99"] <= run["pauses_s"]["max"] < 1
+    assert run["scaling"] == []
+    assert run["replica_s"] == pytest.approx(2 * run["simulated_s"], rel=1e-3)
+    options = [
+        "--arrivals",
+        "poisson:rate=40",
+        "--autoscale",
+        "ongoing:target_ongoing_requests=4",
+        "--startup-s",
+        "0.2",
+    ]
+    options += ["--upscale-delay-s", "0", "--max-replicas", "3"]
+    run = simulate(tmp_path, *options)["runs"][0]
+    assert [target for _, target, _, _ in run["scaling"]][:2] == [2, 3]
+    assert len(run["requests"]) == 3
+    printed = capsys.readouterr().out
+    assert "moves: " in printed
+    assert "autoscaling: " in printed
+
+
 def test_workload_file_and_fitted_times(tmp_path: Path) -> None:
     """A workload file is played with its tiers and deadlines, on an engine of fitted times; too long, it is scaled."""
     made = make(30, arrivals="poisson:rate=1", tier_mix="enterprise", deadline=4.0, seed=3)
@@ -77,6 +104,9 @@ FIELDS = ("step", "prefill_token", "prefill_request", "attention_pair", "decode"
         (["--arrivals", "poisson"], "poisson needs rate"),
         (["--tiers", "uniform", "--tier-count", "17"], "a fleet 16 at most"),
         (["--kill", "2@1"], "name a replica below 2"),
+        (["--drain", "2@1"], "name a replica below 2"),
+        (["--autoscale", "freeness", "--min-replicas", "3"], "keeps 3 to 4"),
+        (["--autoscale", "freeness", "--startup-s", "-1"], "startup_s must be >= 0"),
     ],
 )
 def test_what_does_not_fit_is_said(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +123,11 @@ def test_what_does_not_fit_is_said(options: list[str], complaint: str, capsys: p
         (["--device", "b200"], "a100-40g"),
         (["--report-hz", "0"], "--report-hz"),
         (["--kill", "1:30"], "REPLICA@SECOND"),
+        (["--drain", "x@30"], "REPLICA@SECOND"),
+        (["--migrate", "speed=3"], "no setting speed"),
+        (["--migrate", "threshold=none"], "threshold must be a number"),
+        (["--migrate", "threshold"], "KEY=VALUE"),
+        (["--autoscale", "nothing"], "freeness, ongoing"),
     ],
 )
 def test_wrong_options_are_named(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

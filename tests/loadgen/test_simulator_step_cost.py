@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadgen.simulator.hardware import DEVICES, MODELS, Model, kv_blocks, named
+from loadgen.simulator.hardware import ACTIVATIONS_GIB, DEVICES, GIB, MODELS, Model, kv_blocks, named
 from loadgen.simulator.step_cost import HOST_PER_REQUEST_S, HOST_S, Fitted, Roofline, Step
 
 LLAMA = MODELS["llama-3-8b"]
@@ -11,14 +11,38 @@ ONE_DECODE = Step(decodes=1, context_tokens=1)
 
 def test_sizes_of_the_models() -> None:
     """Weights and KV bytes per token are those of the published models: 8.0, 70.6, 7.6 and 0.135 billion weights."""
-    billions = {name: round(model.weight_bytes / 2e9, 3) for name, model in MODELS.items()}
-    assert billions == {"llama-3-8b": 8.03, "llama-3-70b": 70.552, "qwen2.5-7b": 7.615, "smollm2-135m": 0.134}
+    billions = {name: round(model.weight_bytes / model.weight_size / 1e9, 3) for name, model in MODELS.items()}
+    assert billions == {
+        "llama-3-8b": 8.03,
+        "llama-3-70b": 70.552,
+        "llama-3-70b-fp8": 70.552,
+        "qwen2.5-7b": 7.615,
+        "smollm2-135m": 0.134,
+    }
     assert {name: model.kv_bytes for name, model in MODELS.items()} == {
         "llama-3-8b": 128 * 1024,
         "llama-3-70b": 320 * 1024,
+        "llama-3-70b-fp8": 320 * 1024,
         "qwen2.5-7b": 56 * 1024,
         "smollm2-135m": 22.5 * 1024,
     }
+
+
+def test_devices_are_those_of_the_data_sheets() -> None:
+    """Dense bf16 TFLOP/s, memory GB/s and nominal GB of NVIDIA's data sheets; what the driver reports is not more."""
+    sheets = {
+        "a100-40g": (312, 1555, 40),
+        "a100-80g": (312, 2039, 80),
+        "h100-80g": (989, 3350, 80),
+        "h200-141g": (989, 4800, 141),
+        "l4-24g": (121, 300, 24),
+    }
+    assert sheets == {
+        name: (round(device.flops / 1e12), round(device.bandwidth / 1e9), sheets[name][2])
+        for name, device in DEVICES.items()
+    }
+    for name, (_, _, gigabytes) in sheets.items():
+        assert 0.9 * gigabytes <= DEVICES[name].memory_gib <= gigabytes
 
 
 def test_kv_cache_of_known_deployments() -> None:
@@ -26,6 +50,39 @@ def test_kv_cache_of_known_deployments() -> None:
     assert kv_blocks(LLAMA, DEVICES["a100-40g"]) == 9750
     assert kv_blocks(MODELS["llama-3-70b"], DEVICES["h100-80g"], tp=2) == 1758
     assert kv_blocks(LLAMA, DEVICES["a100-40g"], block_size=32) == 4875
+
+
+def fewest(model: str, device: str) -> int:
+    """The least of 1, 2, 4, 8 devices that the model fits on."""
+    for tp in (1, 2, 4, 8):
+        try:
+            kv_blocks(MODELS[model], DEVICES[device], tp)
+        except ValueError:
+            continue
+        return tp
+    return 16
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "qwen2.5-7b", "smollm2-135m"])
+def test_small_models_fit_on_every_device(model: str) -> None:
+    """8 billion weights and less fit on one device of each kind, L4 included."""
+    assert {fewest(model, device) for device in DEVICES} == {1}
+
+
+def test_large_model_needs_several_devices() -> None:
+    """141 GB of weights take two devices of 80 or 141 GB, four of 40, eight of 24."""
+    found = {device: fewest("llama-3-70b", device) for device in DEVICES}
+    assert found == {"a100-40g": 4, "a100-80g": 2, "h100-80g": 2, "h200-141g": 2, "l4-24g": 8}
+
+
+@pytest.mark.parametrize("device", sorted(DEVICES))
+@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b", "qwen2.5-7b", "smollm2-135m"])
+def test_kv_cache_fills_what_is_left(model: str, device: str) -> None:
+    """Weights, activations and KV cache take 90 % of each device's memory, to within one block."""
+    shape, tp = MODELS[model], fewest(model, device)
+    block = shape.kv_bytes * 16 / tp
+    used = shape.weight_bytes / tp + ACTIVATIONS_GIB * GIB + kv_blocks(shape, DEVICES[device], tp) * block
+    assert 0 <= 0.9 * DEVICES[device].memory_gib * GIB - used < block
 
 
 def test_model_that_does_not_fit() -> None:

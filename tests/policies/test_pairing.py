@@ -303,6 +303,42 @@ def test_a_waiting_tier_moves_only_lower_runners(rows: list[tuple[tuple[int, int
     assert (victim in lower) if lower else victim is None
 
 
+@given(
+    st.lists(st.tuples(REQUEST, st.sampled_from(["head", "waiting", "prefill", "decode"])), max_size=12),
+    st.integers(1, 6),
+    st.integers(1, 120),
+)
+def test_several_of_a_queue_are_no_more_than_one(
+    rows: list[tuple[tuple[int, int], Any]], requests: int, most: int
+) -> None:
+    """What goes at once is the one that would go alone, with others of the queue: of its tier, together in its room."""
+    asked = [Candidate(f"{i:02}", tier, blocks, place, 500) for i, ((tier, blocks), place) in enumerate(rows)]
+    move = replace(MOVE, room=((1, most),) * 3, requests=requests)
+    chosen = Victims().choose_all(move, asked)
+    assert chosen[:1] == ([] if (one := Victims().choose(move, asked)) is None else [one])
+    assert len(chosen) <= requests
+    if len(chosen) > 1:
+        assert {c.place for c in chosen} <= {"head", "waiting"}
+        assert len({(c.tier, c.request_id) for c in chosen}) == len(chosen)
+        assert {c.tier for c in chosen} == {chosen[0].tier}
+        assert sum(c.blocks for c in chosen) <= most
+    elif chosen and chosen[0].place != "decode" and requests > 1:
+        rest = [c for c in asked if c.tier == chosen[0].tier and c.place in ("head", "waiting") and c != chosen[0]]
+        assert not rest or chosen[0].blocks + min(c.blocks for c in rest) > most
+
+
+def test_as_many_go_as_there_are_seats() -> None:
+    """A queue goes to an idle replica in one move, no more of it than that has sequence slots."""
+    queue = Replica(running=[(0, 10)] * SEQS, waiting=[(0, 5)] * 9)
+    alone = Replica(running=[(0, 10)] * SEQS)
+    for taken, seats in ((0, 9), (SEQS - 6, 6)):
+        other = standing("b", Replica(running=[(0, 1)] * taken).usage())
+        (move,) = (m for m in Pairing().moves([standing("a", queue.usage()), other]) if m.reason == "balance")
+        assert move.requests == seats
+    (move,) = Pairing().moves([standing("a", alone.usage()), standing("b", Replica().usage())])
+    assert (move.reason, move.requests) == ("balance", 1)
+
+
 def test_who_stays() -> None:
     """Too large, just moved, nearly done, refused, under way or behind a blocked head: each alone keeps a request."""
     able = Candidate("a", 1, 10, "decode", 500)
@@ -314,6 +350,7 @@ def test_who_stays() -> None:
     assert [Victims().choose(MOVE, [request]) for request in stays] == [None] * 6
     assert Victims().choose(MOVE, [able], busy={"a"}) is None
     behind, head = replace(able, place="waiting"), replace(able, place="head")
+    assert Victims().choose(MOVE, [replace(behind, tokens_left=1)]) is not None  # it has all its answer before it
     assert Victims().choose(replace(MOVE, reason="defragment"), [behind]) is None
     assert Victims().choose(replace(MOVE, reason="defragment"), [behind, head]) == head
     for reason in ("drain", "hand"):

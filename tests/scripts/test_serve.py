@@ -204,3 +204,26 @@ def test_an_open_host_without_keys_is_refused(tmp_path: Path) -> None:
     for section in ("{file: /etc/keys.yaml}", "{allow_public_without_keys: true}"):
         config.write_text(text.replace("    args:\n", f"    args:\n      api_keys: {section}\n"))
         assert serve.read_target(config).host == "0.0.0.0"
+
+
+def page_config(folder: Path, port: int, admin: int) -> Path:
+    """A Serve file of our application with these ports."""
+    config = folder / "ours.yaml"
+    config.write_text(
+        f"http_options: {{port: {port}}}\n"
+        f"applications: [{{name: a, import_path: app.main:build, args: {{admin: {{port: {admin}}}}}}}]\n"
+    )
+    return config
+
+
+def test_the_status_page_needs_its_port(tmp_path: Path) -> None:
+    """A port of the page that is in use, or the API's, is refused before anything starts."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        target = serve.read_target(page_config(tmp_path, free_port(), other.getsockname()[1]))
+        with pytest.raises(serve.ServeError, match=r"admin\.port"):
+            serve.claim(target)
+    serve.claim(target).close()
+    with pytest.raises(serve.ServeError, match="the API has this port"):
+        serve.read_target(page_config(tmp_path, 8000, 8000))

@@ -123,6 +123,19 @@ def test_counters_of_a_page() -> None:
     assert counters.parse(PAGE) == {"vllm:num_preemptions_total": 5.0, "ray_tidegate_migrations_total": 4.0}
 
 
+def test_pages_of_counters(tmp_path: Path) -> None:
+    """A URL is itself; Ray's list for Prometheus stands for the pages of its nodes, which are some seconds late."""
+    listed = tmp_path / "targets.json"
+    listed.write_text('[{"labels": {"job": "ray"}, "targets": ["10.0.0.1:99", "10.0.0.2:98"]}]')
+    assert counters.pages(["http://h:1/metrics"]) == (["http://h:1/metrics"], 0.0)
+    urls, late = counters.pages([str(listed), "https://h/m"])
+    assert urls == ["http://10.0.0.1:99/metrics", "http://10.0.0.2:98/metrics", "https://h/m"]
+    assert late > 10
+    for bad in ("nothing.json", str(tmp_path), "h:1/metrics"):
+        with pytest.raises(ValueError, match="metrics-url"):
+            counters.pages([bad])
+
+
 def test_differences_of_counters() -> None:
     """What was counted between; a counter that began anew counts as 0, and without two pages there is nothing."""
     assert counters.difference({"a": 2.0, "b": 5.0}, {"a": 4.0, "b": 1.0, "c": 3.0}) == {"a": 2.0, "b": 0.0, "c": 3.0}

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -76,13 +77,38 @@ def test_a_run_writes_its_page(runs: list[Path]) -> None:
         assert tier in page
 
 
+def test_the_page_tells_what_happened(runs: list[Path]) -> None:
+    """Outcomes of each tier are drawn in proportion, and a hook is told with when it ran, its status and its output."""
+    page = (runs[0] / "report.html").read_text()
+    found = json.loads((runs[0] / results.RUN).read_text())
+    bars = re.findall(r'flex:(\d+);[^"]*" title="(\d+) (\w+)"', page)
+    assert all(flex == count for flex, count, _ in bars)
+    for outcome in ("ok", "shed"):
+        counts = [int(count) for _, count, name in bars if name == outcome]
+        assert sum(counts) == 2 * found["outcomes"][outcome]  # once in its tier, once in all
+    (hook,) = found["hooks"]
+    row = re.search(rf"<tr><td>{hook['began']:.3g}</td><td>[\d.]+</td><td>0</td>.*?</tr>", page, re.DOTALL)
+    assert row
+    assert row[0].endswith('<td class="text">&lt;script&gt;&amp;\n</td></tr>')
+    assert '<meta name="viewport" content="width=device-width' in page
+
+
+def test_the_longest_gap_is_where_it_was(runs: list[Path]) -> None:
+    """The plot of gaps has the longest pause between two tokens, in ms, at the time when it ended."""
+    run = html.load(runs[0])
+    slow = msgspec.structs.replace(run.lines[0], tier=None, outcome="ok", times=(1.0, 1.1, 3.1, 3.2))
+    (gaps,) = (plot for plot in plots.timelines(plots.RunFiles("slow", run.found, [slow])) if "gap" in plot.title)
+    assert gaps.y.high == pytest.approx(2000 * 1.2)
+    assert gaps.x.high == pytest.approx(3.2)
+
+
 def test_several_runs_have_a_capacity_curve(runs: list[Path], tmp_path: Path) -> None:
     """`report` puts runs beside each other: distributions by run and curves over the rate."""
     out = tmp_path / "all.html"
     assert main(["report", *map(str, runs), "--out", str(out)]) == 0
     page = out.read_text()
     titles = {svg.attrib["aria-label"] for svg in drawings(page)}
-    assert {"TTFT by rate", "TPOT by rate", "served by rate"} <= titles
+    assert {"TTFT by rate", "TPOT by rate", "served by rate", "within SLO by rate"} <= titles
     assert all(run.name in page for run in runs)
 
 
@@ -111,7 +137,7 @@ def test_timelines_count_every_request(runs: list[Path]) -> None:
     run = html.load(runs[0])
     assert len(run.lines) == json.loads((runs[0] / results.RUN).read_text())["asked"] == 30
     assert {plot.title for plot in plots.timelines(run)} == {
-        *("requests", "answer tokens", "requests open", "TTFT of each request")
+        *("requests", "answer tokens", "requests open", "longest gap between tokens", "TTFT of each request")
     }
     assert sum(len(group) for group in run.by_tier().values()) == 30
 

@@ -1,0 +1,1 @@
+"""Which fleet is enough: policies and replica counts searched in the simulator."""
