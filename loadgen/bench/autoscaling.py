@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     live.add_argument(
         "--live",
         action="store_true",
-        help="instead: one step on a real fleet of two replicas at most (about 8 minutes); results/autoscaling-live.json",
+        help="instead: one step on a real fleet of one or two replicas (8 minutes); results/autoscaling-live.json",
     )
     autoscaling_live.add_arguments(live)
 
@@ -117,15 +117,22 @@ def run(args: argparse.Namespace, console: Console) -> Path:
     rivals, kinds = contenders(args.targets), traffics(args.scale)
     runs: list[dict[str, Any]] = []
     with Steps(console, len(kinds) * len(args.seeds)) as steps:
-        for traffic in kinds:
-            for seed in args.seeds:
-                steps.begin(f"{traffic.name}, seed {seed}")
+        for seed in args.seeds:
+            for traffic in kinds:
+                steps.begin(f"seed {seed}: {traffic.name}")
                 for label, scaling in rivals.items():
                     figures = play(traffic, scaling, seed)
                     runs.append({"traffic": traffic.name, "policy": label, "seed": seed, **figures})
                 steps.done()
+            result = _result(kinds, rivals, runs)
+            path = stamp.write(result, args.out)  # a run that is cut has its whole seeds
+    _print(console, result)
+    return path
+
+
+def _result(kinds: Sequence[Traffic], rivals: dict[str, Autoscaling], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ratios = scaling_figures.compared(runs)
-    result = {
+    return {
         "model": MODEL,
         "device": DEVICE,
         "traffic": [asdict(traffic) for traffic in kinds],
@@ -134,8 +141,6 @@ def run(args: argparse.Namespace, console: Console) -> Path:
         "checks": scaling_figures.checks(runs, ratios),
         "runs": runs,
     }
-    _print(console, result)
-    return stamp.write(result, args.out)
 
 
 def requests(traffic: Traffic, longest: int, seed: int) -> list[tuple[float, int, int]]:

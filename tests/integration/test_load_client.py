@@ -205,14 +205,8 @@ def measure(
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "tool",
-    [
-        load_tools.bench_serve,
-        *(pytest.param(tool, marks=pytest.mark.tools) for tool in (load_tools.guidellm, load_tools.inference_perf)),
-    ],
-)
+@pytest.mark.tools
+@pytest.mark.parametrize("tool", [load_tools.bench_serve, load_tools.guidellm, load_tools.inference_perf])
 def test_other_tools_agree(measure: Callable[[Tool], load_tools.Medians], tool: Tool) -> None:
     """TTFT and TPOT of the same traffic are those that our client reports, before and after it.
 

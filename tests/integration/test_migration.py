@@ -31,7 +31,7 @@ from .shapes import (
 
 pytestmark = pytest.mark.integration
 
-SOAK_S = 180.0
+SOAK_S = 90.0
 ENDLESS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
 SAMPLED = {"temperature": 0.9, "seed": 5}
 DETAILS = {"logprobs": True, "top_logprobs": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -116,13 +117,17 @@ def test_traffic_follows_its_curve() -> None:
     assert all(prompt + answer <= 8192 for _, prompt, answer in asked)
 
 
-def test_bench_runs_and_writes_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_runs_and_writes_its_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Short traffic has a run for each kind, policy and seed, and every check has a verdict."""
+    first, *_, last = autoscaling.traffics(0.03)
+    monkeypatch.setattr(autoscaling, "traffics", lambda scale: [first, last])
     out = tmp_path / "autoscaling.json"
-    options = ["--seeds", "0", "--targets", "2", "--scale", "0.05", "--out", str(out)]
+    options = ["--seeds", "0", "--targets", "2", "--out", str(out)]
     assert main(["bench", "autoscaling", *options]) == 0
     result = json.loads(out.read_text())
-    assert len(result["runs"]) == len(autoscaling.traffics()) * 3
+    assert len(result["runs"]) == 2 * 3
     assert {run["policy"] for run in result["runs"]} == {"freeness", "ongoing 2", "Serve's defaults"}
     assert all(run["not_ok"] == 0 and run["to_min_s"] is not None for run in result["runs"])
     assert all(run["scaling"][-1][1] == run["least"] for run in result["runs"])
@@ -132,8 +137,13 @@ def test_bench_runs_and_writes_its_result(tmp_path: Path, capsys: pytest.Capture
 
 def test_live_results_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """--live leaves the simulator's figures alone, and goes where --out says."""
-    outs = []
-    monkeypatch.setattr(autoscaling_live, "run", lambda args, console: outs.append(args.out) or args.out)
+    outs: list[Path] = []
+
+    def ran(args: Any, console: Any) -> Path:
+        outs.append(args.out)
+        return outs[-1]
+
+    monkeypatch.setattr(autoscaling_live, "run", ran)
     for more in ([], ["--out", str(tmp_path / "x.json")]):
         assert main(["bench", "autoscaling", "--live", *more]) == 0
     assert [out.name for out in outs] == ["autoscaling-live.json", "x.json"]
@@ -149,6 +159,31 @@ def live(**changed: Any) -> dict[str, Any]:
         "sizes": sizes, "watched_s": 160.0, "span_s": 160.0, "moves": {"drain": {"done": 1}}, "load": 1.0,
     }  # fmt: skip
     return {"policy": "freeness", "traffic": "step", "seed": 0, **autoscaling_live.figures(**{**given, **changed})}
+
+
+def test_sizes_of_a_live_fleet_are_noted_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first entry is the beginning; looks that find the same leave none."""
+    monkeypatch.setattr(autoscaling_live, "LOOK_S", 0.001)
+    seen = iter([(1, 1), (1, 1), (2, 1), (2, 2), (2, 2), (1, 1)])
+
+    class Fleet:
+        now = (0, 0)
+
+        def named(self, part: str) -> list[int]:
+            if (look := next(seen, None)) is None:
+                raise EOFError
+            self.now = look
+            return [0] * look[0]
+
+        async def serving(self) -> list[str]:
+            return ["r"] * self.now[1]
+
+    fleet: Any = Fleet()
+    sizes: list[tuple[float, int, int]] = []
+    with pytest.raises(EOFError):
+        asyncio.run(autoscaling_live._watch(fleet, fleet, 0.0, sizes))
+    assert [size for _, *size in sizes] == [[1, 1], [2, 1], [2, 2], [1, 1]]
+    assert sizes[0][0] == 0.0 < sizes[1][0]
 
 
 def test_live_figures_count_processes() -> None:
