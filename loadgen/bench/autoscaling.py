@@ -139,6 +139,7 @@ def _result(kinds: Sequence[Traffic], rivals: dict[str, Autoscaling], runs: Sequ
         "policies": {label: asdict(scaling) for label, scaling in rivals.items()},
         "freeness_over": ratios,
         "checks": scaling_figures.checks(runs, ratios),
+        "seeds": sorted({run["seed"] for run in runs}),  # in place of those that were asked for
         "runs": runs,
     }
 

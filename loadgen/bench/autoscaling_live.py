@@ -115,6 +115,8 @@ async def _measure(
         streams = await asyncio.gather(*(client.ask(prompt, t0) for prompt in asked))
         await asyncio.sleep(max(0.0, t0 + loaded + args.silence - time.perf_counter()))
         watched_s = time.perf_counter() - t0
+        if watch.done():
+            watch.result()  # it never ends by itself
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         after = await control.coordinator("state")

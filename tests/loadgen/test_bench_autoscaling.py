@@ -132,6 +132,7 @@ def test_bench_runs_and_writes_its_result(
     assert all(run["not_ok"] == 0 and run["to_min_s"] is not None for run in result["runs"])
     assert all(run["scaling"][-1][1] == run["least"] for run in result["runs"])
     assert len(result["checks"]) == 6
+    assert result["seeds"] == [0]
     assert "what autoscaling on freeness promises" in " ".join(capsys.readouterr().out.split())
 
 
