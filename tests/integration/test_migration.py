@@ -31,7 +31,7 @@ from .shapes import (
 
 pytestmark = pytest.mark.integration
 
-SOAK_S = 90.0
+SOAK_S = 60.0
 ENDLESS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
 SAMPLED = {"temperature": 0.9, "seed": 5}
 DETAILS = {"logprobs": True, "top_logprobs": 2}
@@ -137,14 +137,14 @@ def to_and_fro(mover: Mover, places: tuple[str, str], answers: Sequence[Reading]
     return moved
 
 
-@pytest.mark.parametrize("hops", [1, *(pytest.param(hops, marks=pytest.mark.slow) for hops in (2, 5))])
+@pytest.mark.parametrize("hops", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_moved_streams_are_the_unmoved_ones(mover: Mover, unmoved: Unmoved, hops: int) -> None:
     """Prompts of 50, 500 and 2,000 tokens, moved at once: text, log-probabilities, finish and usage are equal."""
     follow(mover, unmoved, [of_length(tokens) for tokens in (50, 500, 2000)], hops)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hops", [1, 2, 5])
+@pytest.mark.parametrize("hops", [2, 5])
 def test_a_long_stream_is_the_unmoved_one(mover: Mover, unmoved: Unmoved, hops: int) -> None:
     """The same for a prompt of 4,000 tokens."""
     follow(mover, unmoved, [of_length(4000)], hops)
