@@ -112,7 +112,13 @@ def process(elastic: Server, mover: Mover, role: str, source: str, destination: 
 
 @pytest.mark.parametrize(
     ("role", "after_s"),
-    [("source", 0.05), ("source engine", 0.3), ("destination", 0.3), ("destination engine", 0.05), ("coordinator", 0.1)],
+    [
+        ("source", 0.05),
+        ("source engine", 0.3),
+        ("destination", 0.3),
+        ("destination engine", 0.05),
+        ("coordinator", 0.1),
+    ],
 )
 def test_kill_9_during_moves(elastic: Server, mover: Mover, unmoved: Unmoved, role: str, after_s: float) -> None:
     """Whoever of a move is killed whenever, all streams end as if nothing had been, and the fleet comes back."""
