@@ -20,7 +20,7 @@ check: setup  ## ruff and mypy
 debian:  ## Debian packages that tests drive (a browser, Prometheus); needs root
 	@$(PYTHON) scripts/debian.py
 
-test: model check debian  ## checks and all tests but the slow ones (<= 15 minutes on two cores)
+test: model check debian  ## checks and all tests but the slow ones (some 20 minutes on two cores)
 	$(PY) -m pytest -m "not slow and not tools"
 
 test-slow: model debian  ## soaks and validations

@@ -85,7 +85,7 @@ class Gate:
             incoming.reset(token)
             elapsed = time.monotonic() - started
             status, who = answer.status or "closed", f" {request.tenant}" if request.tenant else ""
-            metrics.HTTP_RESPONSES.at(_route(scope["path"]) or "other", str(answer.status or "closed")).inc()
+            metrics.HTTP_RESPONSES.at(_route(scope["path"]) or "other", str(status)).inc()
             logger.info("%s %s %s %s %.3fs%s", request_id, scope["method"], scope["path"], status, elapsed, who)
 
     async def _serve(self, scope: Message, receive: Receive, answer: _Answer, request: Incoming) -> None:
