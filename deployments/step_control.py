@@ -179,15 +179,15 @@ class StepControl:
         if len(scheduler.running) >= scheduler.max_num_active_reqs or scheduler.pause_state != PauseState.UNPAUSED:
             return False
         # Asking vLLM also notices that a grammar or remote blocks have arrived. Stale output must drain first.
-        ready = [
+        ready = (
             request
             for queue in (scheduler.kv_holding_waiting, scheduler.waiting)
             for request in queue
             if scheduler._handle_blocked_waiting_request(request)
             and not request.num_computed_tokens
             and (not request.num_stale_output_tokens or request.drop_stale_output)
-        ]
-        return bool(ready) and policy.admits_now(ready, self._context)
+        )
+        return (head := next(ready, None)) is not None and policy.admits_now(head, self._context)
 
     def _allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         assert self._inner is not None

@@ -76,5 +76,5 @@ class BudgetsTokens(Protocol):
 class PrefillsFirst(Protocol):
     """Runs whole prompts in steps of their own, and decodes only in steps without an admission."""
 
-    def admits_now(self, waiting: Sequence[Request], ctx: SchedulerContext) -> bool:
-        """Whether this step is one of prompts (`waiting` is in queue order and not empty)."""
+    def admits_now(self, head: Request, ctx: SchedulerContext) -> bool:
+        """Whether this step is one of prompts; `head` is the first waiting request that could begin now."""

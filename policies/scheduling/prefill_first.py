@@ -30,11 +30,11 @@ class PrefillFirst(FCFS):
         remedy = "It is a share of the KV cache; 0.01 is the default."
         self.watermark = number("watermark", watermark, remedy, low=0, high=0.99)
 
-    def admits_now(self, waiting: Sequence[Request], ctx: SchedulerContext) -> bool:
+    def admits_now(self, head: Request, ctx: SchedulerContext) -> bool:
         """Whether the head of the queue can be taken in."""
         if ctx.num_running == 0:
             return True
-        left = ctx.free_blocks - ctx.blocks(waiting[0].num_tokens)
+        left = ctx.free_blocks - ctx.blocks(head.num_tokens)
         return ctx.num_running < ctx.max_num_seqs and left >= self.watermark * ctx.total_blocks
 
     def admit(self, request: Request, running: Sequence[Request], ctx: SchedulerContext) -> bool:

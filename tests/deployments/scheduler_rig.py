@@ -204,7 +204,7 @@ def walked(scheduler: Any, requests: Iterable[Request]) -> dict[str, Any]:
     total = scheduler.cache_config.num_gpu_blocks - 1
     queue, policy = scheduler.waiting, scheduler.queue_policy
     head = queue.head
-    if waiting and policy.reorders and queue._sorted:
+    if waiting and policy.reorders and not queue._unsorted:
         head = min(waiting, key=lambda r: policy.waiting_key(r, queue._context))
     tiers = range(len(scheduler.tiers))
     return {

@@ -188,8 +188,8 @@ class PromptsFirst(FCFS):
     def __init__(self, answer: bool | None = None) -> None:
         self.answer = answer
 
-    def admits_now(self, waiting: Sequence[Request], ctx: SchedulerContext) -> bool:
-        return ctx.blocks(waiting[0].num_tokens) <= ctx.free_blocks if self.answer is None else self.answer
+    def admits_now(self, head: Request, ctx: SchedulerContext) -> bool:
+        return ctx.blocks(head.num_tokens) <= ctx.free_blocks if self.answer is None else self.answer
 
 
 @BOTH

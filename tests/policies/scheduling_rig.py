@@ -119,7 +119,7 @@ class Replica:
             self.running.sort(key=lambda request: policy.running_key(request, ctx))
         plan: dict[str, tuple[Asked, int]] = {}
         short, place = False, 0
-        if isinstance(policy, PrefillsFirst) and self.waiting and policy.admits_now(self.queue(ctx), ctx):
+        if isinstance(policy, PrefillsFirst) and self.waiting and policy.admits_now(self.queue(ctx)[0], ctx):
             place = len(self.running)  # they sit this step out
         while place < len(self.running) and left > 0:
             request = self.running[place]

@@ -89,7 +89,7 @@ def test_prefill_first_steps_agree_with_admission(
     policy = PrefillFirst(watermark=watermark)
     ctx = context(1, total=100, free=free, run=run, seqs=8, budget=budget)
     head, inside = Asked("head", 0.0, prompt), [running(f"r{i}", 16 * i + 3) for i in range(run)]
-    assert policy.admits_now([head], ctx) == (run < 8 and policy.admit(head, inside, ctx))
+    assert policy.admits_now(head, ctx) == (run < 8 and policy.admit(head, inside, ctx))
 
 
 def test_prefill_first_halts_decodes() -> None:

@@ -157,7 +157,7 @@ def test_hooks_run_at_their_times(server: FakeServer, tmp_path: Path) -> None:
     ended, kept, never = sorted(found["hooks"], key=lambda h: str(h["status"]))
     assert (never["began"], never["status"]) == (None, "the run ended before")
     assert (ended["status"], ended["output"]) == (3, "drained\n")
-    assert 0.05 <= ended["began"] <= ended["ended"]
+    assert 0.045 <= ended["began"] <= ended["ended"]  # the event loop rounds its timers to milliseconds
     assert kept["status"] == "ended with the run"
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)
