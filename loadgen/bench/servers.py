@@ -157,6 +157,7 @@ def start_fleet(
             "engine_kwargs": engine_args,
             "deployment_config": {"num_replicas": replicas},
             "cpu": {"threads_per_replica": 1},  # as plain vLLM gets: one core is an engine's
+            "admin": {"port": free_port()},  # of its own: other fleets may run here
             **sections,
         },
     }
