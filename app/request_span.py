@@ -46,7 +46,7 @@ class RequestSpan:
             self._span.set_attribute(name, value)
 
     def sequence_ended(self, tokens: int, outcome: str) -> None:
-        """A sequence of the request has ended so, after so many tokens; of several outcomes the worst is told."""
+        """A sequence of the request has ended so, after so many tokens; the first that is not `finished` is told."""
         self._output_tokens += tokens
         if self._outcome in (None, "finished"):
             self._outcome = outcome

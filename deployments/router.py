@@ -178,12 +178,11 @@ class FleetRouter(RequestRouter):
         self, prompt_tokens: int, tier: int, session: int | None, trace: dict[str, str] | None, again: bool
     ) -> str:
         spans, began = tracing.current() if trace else None, time.monotonic()
-        told = {"gen_ai.usage.input_tokens": prompt_tokens, "tidegate.tier": tier, "tidegate.again": again}
         try:
             await self._line.turn(tier, self._wait_for_replica_s)
         except TimeoutError:
             if spans is not None:
-                record_none(spans, trace, began, told)
+                record_none(spans, trace, began, (prompt_tokens, tier, again))
             raise NoReplicaError("no engine replica can take requests now") from None
         call = Call(prompt_tokens, tier, time.monotonic(), session)
         stale = self.table.all_stale(call.now)
@@ -194,7 +193,7 @@ class FleetRouter(RequestRouter):
         self._counts.chose(policy.name, stale, self.table.requests, column, age_s)
         self._counts.flush(self.policy.name, call.now)
         if spans is not None:
-            record_choice(spans, trace, began, told, (policy.name, stale), self.table, column)
+            record_choice(spans, trace, began, (prompt_tokens, tier, again), (policy.name, stale), self.table, column)
         return name
 
     async def choose_replicas(

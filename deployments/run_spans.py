@@ -34,9 +34,10 @@ class Stats(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """What the engine tells of a run with its first output."""
+    """A run: `kv_tokens` have their KV from the replica that it comes from; the rest is told with its first output."""
 
     began: float = field(default_factory=time.monotonic)
+    kv_tokens: int = 0
     stats: Stats | None = None
     cached_tokens: int | None = None
 
@@ -58,7 +59,7 @@ def traced(generate: Running, spans: Spans | None, replica: str, fate: Callable[
         return generate
 
     async def tracing(submit: Submit, entries: dict[str, Any], emit: Emit) -> Outcome:
-        run, outcome = Run(), None
+        run, outcome = Run(kv_tokens=entries.get("adopt", {}).get("computed", 0)), None
         try:
             outcome = await generate(submit, entries, emit, run)
             return outcome
@@ -86,10 +87,10 @@ def record(spans: Spans, replica: str, submit: Submit, run: Run, outcome: Outcom
     if stats is None or stats.first_token_ts == 0:
         spans.record(QUEUE, submit.trace, run.began, now, whose | ended, error=failed, epoch=epoch)
         return
-    started = run.began  # of the decoding of a sequence that came here with its KV
-    if stats.queued_ts > 0:
+    spans.record(QUEUE, submit.trace, stats.queued_ts, stats.scheduled_ts, whose, epoch=epoch)
+    started = stats.scheduled_ts  # a sequence that came here with its KV decodes in its first step
+    if not run.kv_tokens:
         started = stats.first_token_ts
-        spans.record(QUEUE, submit.trace, stats.queued_ts, stats.scheduled_ts, whose, epoch=epoch)
         of_prompt = {
             "gen_ai.usage.input_tokens": len(submit.prompt),
             "gen_ai.usage.cache_read.input_tokens": run.cached_tokens,
@@ -100,6 +101,7 @@ def record(spans: Spans, replica: str, submit: Submit, run: Run, outcome: Outcom
         "gen_ai.usage.output_tokens": stats.num_generation_tokens,
         "gen_ai.response.finish_reasons": [outcome.finish_reason] if outcome and outcome.finish_reason else None,
         "tidegate.preemptions": stats.num_preemptions,
+        "tidegate.kv_tokens": run.kv_tokens or None,
     }
     attributes = whose | of_answer | ended
     spans.record(DECODE, submit.trace, started, stats.last_token_ts, attributes, error=failed, epoch=epoch)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deployments.settings import TracingSettings
 
 QUIET_S = 60.0  # between two lines in the log about a collector that does not answer
-_EXPORT_LOG = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+EXPORT_LOG = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 #: Values are strings, numbers, booleans or lists of one of them; None: the span has no such attribute.
 Attributes = Mapping[str, Any]
@@ -135,7 +135,7 @@ def _exporter(settings: TracingSettings) -> SpanExporter:
         return ConsoleSpanExporter(out=sys.stdout, formatter=lambda span: span.to_json(indent=None) + "\n")
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    logging.getLogger(_EXPORT_LOG).addFilter(_Seldom())
+    logging.getLogger(EXPORT_LOG).addFilter(_Seldom())
     return OTLPSpanExporter(endpoint=settings.endpoint)
 
 

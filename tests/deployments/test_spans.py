@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
+from vllm.v1.metrics.stats import RequestStateStats
 
 from deployments.route_span import MOST
 from deployments.routing import NoReplicaError
-from deployments.run_spans import Run, traced
+from deployments.run_spans import Run, Stats, traced
 from deployments.spans import clock
 from deployments.wire import Outcome, Submit
 from tests.recorded_spans import CLIENT, TRACE, Recorded, hex_of, recording, seconds
+from tests.test_imports import imported
 
 from .migration_world import World
 from .router_rig import Fleet
 from .virtual_loop import run_virtual
 
+ROOT = Path(__file__).parents[2]
 UNDER = {"traceparent": f"00-{TRACE}-{CLIENT}-01"}
 SUBMIT = Submit("rid", 2, "tcp://one", [1, 2, 3], b"", 0.0, priority=1, trace=UNDER, output=[7])
 WHOSE = {
@@ -59,7 +65,7 @@ def times(now: float, **more: Any) -> SimpleNamespace:
 
 
 async def run_of(
-    recorded: Recorded, stats: Any, end: Any, fate: Outcome | None = None, submit: Submit = SUBMIT
+    recorded: Recorded, stats: Any, end: Any, fate: Any = None, submit: Submit = SUBMIT, entries: Any = None
 ) -> None:
     """A run whose engine gives `stats` with its first token and ends so."""
 
@@ -71,7 +77,7 @@ async def run_of(
         outcome: Outcome = end
         return outcome
 
-    await traced(generate, recorded.spans, "r1", lambda submit: fate)(submit, {}, lambda delta: None)
+    await traced(generate, recorded.spans, "r1", lambda submit: fate)(submit, entries or {}, lambda delta: None)
 
 
 def test_a_run_from_queue_to_end(recorded: Recorded) -> None:
@@ -83,7 +89,7 @@ def test_a_run_from_queue_to_end(recorded: Recorded) -> None:
     assert [round(seconds(span), 6) for span in spans.values()] == [1, 2, 4]
     assert spans["queue"].end_time == spans["prefill"].start_time
     assert spans["prefill"].end_time == spans["decode"].start_time
-    assert abs((spans["queue"].start_time or 0) / 1e9 - (time.time() - (time.monotonic() - now) - 60)) < 0.01
+    assert abs((spans["queue"].start_time or 0) / 1e9 - (time.time() - (time.monotonic() - now) - 60)) < 1
     assert {under(span) for span in spans.values()} == {(TRACE, CLIENT)}
     assert attributes(spans["queue"]) == WHOSE
     assert attributes(spans["prefill"]) == {
@@ -102,12 +108,13 @@ def test_a_run_from_queue_to_end(recorded: Recorded) -> None:
 
 
 def test_a_run_that_came_with_its_kv(recorded: Recorded) -> None:
-    """A sequence that moved here only decodes, from the moment when it came."""
-    began = time.monotonic()
-    stats = times(began, queued_ts=0.0, scheduled_ts=0.0, first_token_ts=began + 1, last_token_ts=began + 3)
-    asyncio.run(run_of(recorded, stats, Outcome(6, "length")))
-    assert 2.9 < seconds(recorded.one("decode")) <= 3.0
-    assert len(recorded.all()) == 1
+    """A sequence that moved here has no prefill: it decodes as soon as it is scheduled. One without KV has."""
+    stats, end = times(time.monotonic()), Outcome(6, "length")
+    asyncio.run(run_of(recorded, stats, end, entries={"adopt": {"move": "m", "computed": 3}}))
+    assert [(span.name, round(seconds(span), 6)) for span in recorded.all()] == [("queue", 1), ("decode", 6)]
+    assert attributes(recorded.one("decode"))["tidegate.kv_tokens"] == 3
+    asyncio.run(run_of(recorded, stats, end, entries={"adopt": {"move": "m", "computed": 0}}))
+    assert len(recorded.named("prefill")) == 1
 
 
 MOVED = Outcome(4, moved_to="r2", hop=1)
@@ -265,8 +272,27 @@ def test_a_move_is_a_span_of_its_request(recorded: Recorded, how: Any) -> None:
         assert told["tidegate.generated_tokens"] > 0
 
 
+def test_opentelemetry_is_imported_by_one_module() -> None:
+    """All others import it, or that module, for types or when spans are made: not while tracing is off."""
+    files = [path for folder in ("app", "deployments") for path in (ROOT / folder).rglob("*.py")]
+    names = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for _, name in imported(node)
+        if name.startswith(("opentelemetry", "deployments.spans"))
+    }
+    assert {name.partition(":")[0] for name in names} == {"deployments/spans.py"}
+
+
+def test_vllms_figures() -> None:
+    """Contract: vLLM's figures of a request have the times and counts that spans are made of."""
+    assert set(Stats.__annotations__) <= {field.name for field in fields(RequestStateStats)}
+
+
 def test_the_clock() -> None:
     """Monotonic seconds become the wall clock's nanoseconds, and equal times equal ones."""
     epoch = clock()
-    assert abs(epoch(time.monotonic()) - time.time_ns()) < 50e6
+    assert abs(epoch(time.monotonic()) - time.time_ns()) < 1e9
     assert epoch(12.5) - epoch(10.0) == 2_500_000_000
