@@ -104,6 +104,7 @@ def submit(stream: Stream, handle: DeploymentHandle, reply_to: str) -> Call:
         prompt_tokens=len(stream.prompt) + len(stream.delivered),
         tier=stream.request.tier,
         session=stream.request.session,
+        trace=stream.trace,
     )
     return Call(0, response, stream.news.set)
 

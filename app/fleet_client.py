@@ -20,6 +20,7 @@ from app.incoming import Incoming, incoming, record_early
 from app.metrics import Outcome, Promise, RequestMetrics
 from app.remote_engine import RemoteEngine
 from app.request_log import RequestLog
+from app.request_span import of_handle, resumed
 from app.stream import Stream
 from app.streams import Failover, run_stream
 from app.vllm_compat import (
@@ -71,6 +72,7 @@ class FleetEngineClient(RemoteEngine):
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
+        self._model = str(self.model_config.served_model_name)
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False, stream_interval=1)
@@ -162,6 +164,10 @@ class FleetEngineClient(RemoteEngine):
         and ReplicaLost (503).
         """
         request = self._request()
+        if request.span is None:
+            request.span = of_handle(request_id)
+        if (span := request.span) is not None:
+            trace_headers = span.headers
         rids: list[str] = []
         internal_id = None
         yielded = False
@@ -181,6 +187,8 @@ class FleetEngineClient(RemoteEngine):
             self._admit(request, sampling_params.n)
             if request.charge is not None:
                 request.charge.tokens(len(core.prompt_token_ids))
+            if request.span is not None:
+                request.span.admitted(self._model, len(core.prompt_token_ids))
             text, _, _ = extract_prompt_components(self.model_config, prompt)
             self.input_processor.assign_request_id(core)
             internal_id = core.request_id
@@ -227,6 +235,9 @@ class FleetEngineClient(RemoteEngine):
             raise
         finally:
             self._end(rids, outcome)
+            if span is not None and span.by_handle and not request.rids:
+                request.span = None
+                span.end(None, None, request.error)
             if internal_id is not None:
                 self._outputs.abort_requests((internal_id,), internal=True)
 
@@ -241,9 +252,15 @@ class FleetEngineClient(RemoteEngine):
 
     def _fail(self, stream: Stream, error: Exception) -> None:
         if self._forget(stream.rid) is not None:
-            self._figures.ended(stream, "aborted" if isinstance(error, ClientGone) else "failed")
+            self._note_end(stream, "aborted" if isinstance(error, ClientGone) else "failed")
         if (collector := self._collectors.get(stream.rid)) is not None:
             collector.put(error)
+
+    def _note_end(self, stream: Stream, outcome: Outcome) -> None:
+        self._figures.ended(stream, outcome)
+        if (span := stream.request.span) is not None:
+            resumed(stream)
+            span.sequence_ended(len(stream.delivered), outcome)
 
     def _forget(self, rid: str) -> Stream | None:
         """Take a sequence off the books; None if it was off already."""
@@ -258,7 +275,7 @@ class FleetEngineClient(RemoteEngine):
         for rid in rids:
             self._collectors.pop(rid, None)
             if (stream := self._forget(rid)) is not None:
-                self._figures.ended(stream, outcome)
+                self._note_end(stream, outcome)
                 if stream.task is not None:
                     stream.task.cancel()
 
@@ -278,6 +295,8 @@ class FleetEngineClient(RemoteEngine):
                 if first and piece.token_ids:
                     first = False
                     self._queue.start(request, now)
+                    if request.span is not None and not request.begun:
+                        request.span.first_token(now - request.began)
                     request.begun = True
                     self._figures.first_token(stream, piece.times, now)
                 self._figures.tokens(request.tier, len(piece.token_ids))
@@ -295,7 +314,7 @@ class FleetEngineClient(RemoteEngine):
 
     def _finish(self, stream: Stream) -> None:
         if self._forget(stream.rid) is not None:
-            self._figures.ended(stream, "finished")
+            self._note_end(stream, "finished")
         stream.finish()
         self._observe(len(stream.prompt), len(stream.delivered))
         if self._log is not None:

@@ -16,6 +16,7 @@ from app.blame import blame
 from app.errors import BodyTooLarge, FleetError, MethodNotAllowed, RouteNotFound, error_body, error_code
 from app.incoming import Incoming, incoming
 from app.reception import Reception
+from app.request_span import of_http
 from app.vllm_compat import openai_error
 from deployments import metrics
 
@@ -70,13 +71,16 @@ class Gate:
         started = time.monotonic()
         request_id = _request_id(scope)
         answer = _Answer(send)
-        request = Incoming(self._reception.tiers.default)
+        route = _route(scope["path"])
+        request = Incoming(self._reception.tiers.default, span=of_http(scope, route, request_id))
         token = incoming.set(request)
         try:
-            await self._serve(scope, _until_gone(receive), answer, request)
+            await self._serve(scope, _until_gone(receive), answer, request, route)
         except FleetError as error:
+            request.error = error
             await answer.fail(error)
         except Exception as error:
+            request.error = error
             logger.exception("request %s failed", request_id)
             if answer.started:
                 raise
@@ -85,12 +89,16 @@ class Gate:
             incoming.reset(token)
             elapsed = time.monotonic() - started
             status, who = answer.status or "closed", f" {request.tenant}" if request.tenant else ""
-            metrics.HTTP_RESPONSES.at(_route(scope["path"]) or "other", str(status)).inc()
+            metrics.HTTP_RESPONSES.at(route or "other", str(status)).inc()
             logger.info("%s %s %s %s %.3fs%s", request_id, scope["method"], scope["path"], status, elapsed, who)
+            if request.span is not None:
+                tier = self._reception.tiers.names[request.tier] if route in GENERATES else None
+                request.span.end(tier, request.tenant, request.error, answer.status)
 
-    async def _serve(self, scope: Message, receive: Receive, answer: _Answer, request: Incoming) -> None:
+    async def _serve(
+        self, scope: Message, receive: Receive, answer: _Answer, request: Incoming, route: str | None
+    ) -> None:
         path = scope["path"]
-        route = _route(path)
         if route is None:
             raise RouteNotFound(f"there is no {path} here; the API is: {', '.join(ROUTES)}")
         methods = ROUTES[route]

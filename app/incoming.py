@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from app.rate_limits import Charge
+    from app.request_span import RequestSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +21,8 @@ class Incoming:
     """One request of a client, whatever number of prompts and sequences it has.
 
     `tier`: 0 the highest; `session`: a stable number of the client's session; `charge`: the rate limits that it is
-    under. `error`: before its first output, for the gate to turn into a status. `admitted`: it has passed admission;
+    under. `error`: before its first output, for the gate to turn into a status; `span`: what is recorded of it, if
+    anything. `admitted`: it has passed admission;
     `wanted`: the sequences it was admitted for; `begun`: a sequence of it has a token; `rids`: those that run;
     `began`: monotonic seconds of its arrival here.
     """
@@ -30,6 +32,7 @@ class Incoming:
     tenant: str | None = None
     charge: Charge | None = None
     error: Exception | None = None
+    span: RequestSpan | None = None
     admitted: bool = False
     wanted: int = 0
     begun: bool = False

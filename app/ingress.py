@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from typing import Any
@@ -20,10 +21,12 @@ from app.reception import Reception
 from app.request_log import RequestLog
 from app.streams import Failover
 from app.vllm_compat import build_openai_app, ingress_config, serve_arguments
+from deployments import tracing
 from deployments.router import FleetRouter
 from deployments.routing import find_router
 from deployments.serve_replica import http_host
 
+_LAST_SPANS_S = 2.0  # for a collector to take them
 _REPORTED = (
     *("state", "running", "waiting", "running_by_tier", "waiting_by_tier"),
     *("free_blocks", "total_blocks", "queued_tokens", "preemptions"),
@@ -45,6 +48,7 @@ class Ingress:
         config = load_config(raw_config)
         if (problem := config.api_keys.public_problem(http_host())) is not None:
             raise ConfigError([problem])
+        tracing.start(config.tracing.settings(), "Ingress", serve.get_replica_context().replica_id.unique_id)
         keys = read_keys(config.api_keys, config.tiers.names, os.environ)
         self._reception = Reception(config, keys)
         self._log = None
@@ -150,3 +154,4 @@ class Ingress:
         self._client.close()
         if self._log is not None:
             self._log.close()
+        await asyncio.to_thread(tracing.stop, _LAST_SPANS_S)

@@ -44,6 +44,7 @@ def build(args: dict[str, Any]) -> Application:
         migration=config.migration.settings(),
         graceful_shutdown_timeout_s=config.deployment_config.graceful_shutdown_timeout_s,
         stall_s=config.failover.stall_s,
+        tracing=config.tracing.settings(),
     )
     fleet = engines.bind(settings)
     coordinator = serve.deployment(Coordinator, name="Coordinator").options(**config.coordinator_options())

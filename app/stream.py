@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.incoming import Incoming
 from app.vllm_compat import SamplingParams
 from deployments.wire import Delta
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 #: Deltas of a hop that may wait for those before it, which are on their way already: a minute of decoding.
 MAX_HELD = 1000
@@ -25,9 +28,11 @@ class Stream:
     """The single truth about one sequence: what was asked, what the client has, which run of it counts.
 
     `delivered` are the output token ids handed to the detokenizer, from `first_at` to `last_at` (monotonic seconds);
-    with `prompt` they are what a later submission goes on from. `epoch` grows by one per submission; tokens of it come
-    from `hop` now, which runs on `sender` (None for hop 0). `request` is what the client asked, of which this is one
-    sequence; `news` is set when there is something for `run_stream` to look at.
+    with `prompt` they are what a later submission goes on from. `epoch` grows by one per submission, its first token
+    came at `epoch_at` or is `awaited` still; tokens of it come from `hop` now, which runs on `sender` (None for hop 0).
+    `request` is what the client asked, of which this is one sequence; `news` is set when there is something for
+    `run_stream` to look at. `trace` are the headers that the spans of a submission hang under, `resume` is the span of
+    its being sent again.
     """
 
     rid: str
@@ -45,16 +50,19 @@ class Stream:
     delivered: list[int] = field(default_factory=list)
     first_at: float = 0.0
     last_at: float = 0.0
+    epoch_at: float = 0.0
+    awaited: bool = True
     finished: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+    resume: Span | None = None
     _held: dict[int, list[Delta]] = field(default_factory=dict)  # by hop, each in order, its first delta included
     _barred: set[int] = field(default_factory=set)
 
     def submit(self) -> None:
         """Begin a new epoch: what is under way from the ones before counts no more."""
         self.epoch += 1
-        self.hop, self.sender = 0, None
+        self.hop, self.sender, self.awaited = 0, None, True
         self._held.clear()
         self._barred.clear()
 
@@ -94,8 +102,11 @@ class Stream:
         return taken
 
     def _deliver(self, delta: Delta, now: float) -> None:
-        if not self.delivered:
-            self.first_at = now
+        if self.awaited:
+            self.awaited = not delta.token_ids
+            self.epoch_at = now
+            if not self.delivered:
+                self.first_at = now
         self.delivered.extend(delta.token_ids)
         self.last_at = now
         if delta.finish_reason is not None:

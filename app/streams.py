@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.calls import Call, Lost, attach, submit
 from app.errors import ClientGone, NoReplicaAvailable, ReplicaLost
+from app.request_span import resume
 from app.stream import Stream
 from app.vllm_compat import VLLMValidationError
 from deployments import metrics
@@ -75,6 +76,7 @@ async def run_stream(
             *(stream.rid, trace_id(stream.trace), stream.epoch, stream.hop, len(stream.delivered)),
             *(reason, str(problem)[:200]),
         )
+        resume(stream, reason, lost)
 
 
 def _given_up(stream: Stream, lost: int, problem: Lost | NoReplicaError) -> Exception:

@@ -17,6 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
 from deployments.migration.sequence import request_id
+from deployments.run_spans import Run
 from deployments.scheduler import SchedulerSettings, use_policy_scheduler
 from deployments.token_codec import decode_params, to_delta
 from deployments.wire import Delta, Outcome, Submit
@@ -38,10 +39,17 @@ def start_engine(
     )
 
 
-async def generate(engine: AsyncLLM, submit: Submit, entries: dict[str, Any], emit: Callable[[Delta], None]) -> Outcome:
+async def generate(
+    engine: AsyncLLM,
+    submit: Submit,
+    entries: dict[str, Any],
+    emit: Callable[[Delta], None],
+    run: Run | None = None,
+) -> Outcome:
     """Run one submission, emitting its deltas; cancellation aborts it in the engine before this returns.
 
-    `entries` go into `extra_args["tidegate"]`: what a sequence brings from the replica that it ran on before.
+    `entries` go into `extra_args["tidegate"]`: what a sequence brings from the replica that it ran on before. `run`
+    gets the engine's times, for its spans.
     """
     prompt = tokens_input(submit.prompt, cache_salt=submit.cache_salt)
     prompt["arrival_time"] = submit.arrival
@@ -59,12 +67,15 @@ async def generate(engine: AsyncLLM, submit: Submit, entries: dict[str, Any], em
             params,
             request_id(submit),
             priority=submit.priority,
-            trace_headers=submit.trace,
+            trace_headers=submit.trace if engine.observability_config.otlp_traces_endpoint else None,
             reasoning_ended=submit.reasoning_ended,
             reasoning_parser_kwargs=submit.reasoning_parser_kwargs,
         ):
-            times = _times(output, received) if first else None
-            first = False
+            times = None
+            if first:
+                first, times = False, _times(output, received)
+                if run is not None:  # vLLM goes on writing into the same object
+                    run.stats, run.cached_tokens = output.metrics, output.num_cached_tokens
             delta = to_delta(submit.rid, submit.epoch, start, output, hop=submit.hop, times=times)
             if delta.finish_reason == "abort":  # nobody here asked for it: the engine is being shut down
                 return Outcome(start, fault="engine", message="aborted by the engine")

@@ -14,6 +14,7 @@ import msgspec
 import ray
 from ray import serve
 
+from deployments import tracing
 from deployments.autoscaling import FirstTokens, stats
 from deployments.cpu_binding import bind_cpu, bound_cores
 from deployments.delta_link import DeltaSender
@@ -25,6 +26,7 @@ from deployments.migration.running import Migration
 from deployments.migration.sequences import Sequences
 from deployments.parent import TERMINATION_S, Termination
 from deployments.reports import ReportPublisher
+from deployments.run_spans import traced
 from deployments.serve_replica import is_stopping, log_kept
 from deployments.settings import ReplicaSettings, live_settings, policy_spec
 from deployments.stall import StallWatch
@@ -36,6 +38,7 @@ logger = logging.getLogger(f"ray.serve.{__name__}")
 _TO_LEAVE_S = 0.5  # for the last answers of a process that ends
 _HAND_BACK_S = 5.0  # before Serve kills a replica that it stops
 _LEAVE_S = 10.0  # for the last sequences of a replica that Serve thinks empty: nobody may have attached to them yet
+_LAST_SPANS_S = 2.0  # for a collector to take them
 _submit_decoder = msgspec.msgpack.Decoder(Submit)
 
 
@@ -49,6 +52,7 @@ class EngineReplica:
         if settings.threads is not None:
             cores = bound_cores(context.rank.local_rank, settings.threads, os.cpu_count() or 1)
             engine_args = bind_cpu(engine_args, cores)
+        tracing.start(settings.tracing, "EngineReplica", self._replica_id)  # before vLLM's, which sets environment
         self._page = LoadPage.anonymous()
         with log_kept():  # vLLM reads its environment when imported: not before this
             from deployments.engine import generate, start_engine
@@ -58,7 +62,9 @@ class EngineReplica:
         self._page.unlink()  # both sides have it mapped
         self._links = DeltaSender(self._ingress_lost)
         self._first_tokens = FirstTokens(settings.tiers.get("ttft_slo_s", ()))
-        watched = self._first_tokens.watching(partial(generate, self._engine))
+        running, spans = partial(generate, self._engine), tracing.current()
+        recorded = traced(running, spans, self._replica_id, lambda submit: self._sequences.fate(submit))
+        watched = self._first_tokens.watching(recorded)
         self._sequences = Sequences(watched, self._links.send, self._links.forget, self._replica_id)
         self._reports = ReportPublisher(self._page, self._replica_id, ray.util.get_node_ip_address())
         self._reports.set_settings(settings.balancing)
@@ -99,6 +105,7 @@ class EngineReplica:
         prompt_tokens: int,
         tier: int = 0,
         session: int | None = None,
+        trace: dict[str, str] | None = None,
         target_replica: str | None = None,
     ) -> Outcome:
         """Generate one sequence; returns how it ended once its last delta is on its way.
@@ -209,7 +216,9 @@ class EngineReplica:
         self._migration.draining.stop()
         self._reports.set_state("dead")
         self._page.close()
-        asyncio.get_running_loop().call_later(_TO_LEAVE_S, os._exit, 1)
+        loop = asyncio.get_running_loop()
+        loop.call_later(_TO_LEAVE_S / 2, tracing.stop, 0.0)  # the spans of its last sequences are there then
+        loop.call_later(_TO_LEAVE_S, os._exit, 1)
 
     async def __del__(self) -> None:
         if not hasattr(self, "_watch"):
@@ -224,3 +233,4 @@ class EngineReplica:
         self._engine.shutdown()
         self._links.close()
         self._page.close()
+        await asyncio.to_thread(tracing.stop, _LAST_SPANS_S)

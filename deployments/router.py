@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from deployments import tracing
 from deployments.gauges import RouterCounts
 from deployments.hints import tiers_of
 from deployments.reports import ReportSubscriber
+from deployments.route_span import record_choice, record_none
 from deployments.routing import Heard, NoReplicaError, WaitingLine, register_router
 from deployments.settings import make_policy
 from deployments.wire import ReplicaReport
@@ -35,7 +37,8 @@ DRAINING_SILENT_S = 5.0  # its process is busy ending; a call to one that is gon
 class FleetRouter(RequestRouter):
     """Chooses the replica of each `generate` call from its keywords `ticket`, `prompt_tokens`, `tier` and `session`.
 
-    `target_replica` pins a call. A replica that drains takes pinned calls only, for as long as it reports.
+    `trace` is what the span of the choice hangs under. `target_replica` pins a call. A replica that drains takes pinned
+    calls only, for as long as it reports.
     """
 
     def initialize_state(
@@ -151,7 +154,7 @@ class FleetRouter(RequestRouter):
             self._forget_attempt(ticket, internal_id)
         name = keywords.get("target_replica")
         if name is None:
-            name = await self._choose(prompt_tokens, tier, keywords.get("session"))
+            name = await self._choose(prompt_tokens, tier, keywords.get("session"), keywords.get("trace"), is_retry)
         elif is_retry:
             raise NoReplicaError(f"replica {name} takes no more calls")  # it would refuse each further one as well
         replica = self._replica_by_name.get(name)
@@ -171,10 +174,15 @@ class FleetRouter(RequestRouter):
                 tickets.remove(ticket)
                 tickets.appendleft(None)
 
-    async def _choose(self, prompt_tokens: int, tier: int, session: int | None) -> str:
+    async def _choose(
+        self, prompt_tokens: int, tier: int, session: int | None, trace: dict[str, str] | None, again: bool
+    ) -> str:
+        spans, began = tracing.current() if trace else None, time.monotonic()
         try:
             await self._line.turn(tier, self._wait_for_replica_s)
         except TimeoutError:
+            if spans is not None:
+                record_none(spans, trace, began, (prompt_tokens, tier, again))
             raise NoReplicaError("no engine replica can take requests now") from None
         call = Call(prompt_tokens, tier, time.monotonic(), session)
         stale = self.table.all_stale(call.now)
@@ -184,6 +192,8 @@ class FleetRouter(RequestRouter):
         age_s = call.now - self._heard.get(name, -math.inf)
         self._counts.chose(policy.name, stale, self.table.requests, column, age_s)
         self._counts.flush(self.policy.name, call.now)
+        if spans is not None:
+            record_choice(spans, trace, began, (prompt_tokens, tier, again), (policy.name, stale), self.table, column)
         return name
 
     async def choose_replicas(

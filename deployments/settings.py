@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from policies.balancing import BALANCING
 from policies.migration.events import Limits
@@ -35,6 +35,16 @@ class MigrationSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TracingSettings:
+    """Where spans go and how many: `endpoint` is a URL (None: the SDK's), `sample_ratio` the share of new traces."""
+
+    exporter: Literal["console", "otlp"]
+    endpoint: str | None = None
+    sample_ratio: float = 1.0
+    service_name: str = "tidegate"
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     """What one engine replica is started with.
 
@@ -43,6 +53,7 @@ class ReplicaSettings:
     replica i of a node takes cores i*threads, ... modulo the node's cores (vLLM's own choice puts every replica on the
     first ones). None leaves binding alone (GPU). After `graceful_shutdown_timeout_s` seconds Serve kills a replica that
     it stops. An engine with work that makes no step for `stall_s` seconds is dead; None: it may take any time.
+    `tracing` None: no spans.
     """
 
     engine_args: dict[str, Any]
@@ -53,6 +64,7 @@ class ReplicaSettings:
     migration: MigrationSettings = field(default_factory=MigrationSettings)
     graceful_shutdown_timeout_s: float = 600.0
     stall_s: float | None = 60.0
+    tracing: TracingSettings | None = None
 
 
 def policy_spec(settings: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from app.config.model import ModelLoadingConfig
 from app.config.policy import BalancingConfig, PolicyConfig, SchedulingConfig
 from app.config.schema import TidegateConfig, UserConfig
 from app.config.tiers import HeadroomConfig, TierLevel, TiersConfig
+from app.config.tracing import TracingConfig
 
 _INTRO = """\
 # Configuration
@@ -82,6 +83,8 @@ def _page() -> Iterator[str]:
     yield "What moves, when, and what happens when something dies meanwhile: [migration](migration.md).\n"
     yield from _fields("admin", AdminConfig)
     yield "What the page shows, and its actions: [operations](operations.md).\n"
+    yield from _fields("tracing", TracingConfig)
+    yield "Which spans there are and what they say: [operations](operations.md#traces).\n"
     yield from _fields("placement_group_config", PlacementGroupConfig)
     yield from _fields("cpu", CpuConfig)
     yield from _fields("user_config", UserConfig)

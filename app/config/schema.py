@@ -34,6 +34,7 @@ from app.config.model import DEFAULT_MODEL_ID, DEFAULT_SOURCE, ModelLoadingConfi
 from app.config.policy import BalancingConfig, SchedulingConfig
 from app.config.serve_llm import unwrap
 from app.config.tiers import TiersConfig
+from app.config.tracing import TracingConfig
 
 _CPU_SHARE = 0.8  # CPUs reserved per engine thread: 2 one-thread replicas and the ingress fit two cores
 _COORDINATOR_CPUS = 0.01
@@ -105,6 +106,9 @@ class TidegateConfig(BaseModel):
     )
     admin: AdminConfig = Field(
         default_factory=lambda: AdminConfig.model_validate({}), description="Status page and actions, on another port."
+    )
+    tracing: TracingConfig = Field(
+        default_factory=lambda: TracingConfig.model_validate({}), description="OpenTelemetry spans of requests."
     )
     accelerator_type: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
-from deployments import metrics
+from deployments import metrics, tracing
 from deployments.migration.messages import Give, Given, How, Moved
 from deployments.migration.sequence import Sequence
 from deployments.migration.sequences import Sequences
@@ -115,10 +116,11 @@ class Departures:
         return task
 
     async def _depart(self, candidate: Candidate, sequence: Sequence, destination: str, reason: str, how: How) -> Moved:
+        began = time.monotonic()
         if how == "recompute":
             moved = Moved(sequence.submit.rid, how, "handed_back", tokens=sequence.tokens)
             self._sequences.hand_back(sequence, "draining")
-            self._note(sequence, reason, moved, 0, None)
+            self._note(sequence, reason, moved, began, 0, None)
             return moved
         limits = self._settings.limits
         if how == "stop_and_copy":
@@ -135,11 +137,13 @@ class Departures:
         finally:
             self.under_way.pop(sequence.request_id, None)
             sequence.busy = False
-        self._note(sequence, reason, moved, move.machine.stages, move.park_s)
+        self._note(sequence, reason, moved, began, move.machine.stages, move.park_s)
         return moved
 
-    def _note(self, sequence: Sequence, reason: str, moved: Moved, stages: int, park_s: float | None) -> None:
-        """The move's line in the log, and its figures."""
+    def _note(
+        self, sequence: Sequence, reason: str, moved: Moved, began: float, stages: int, park_s: float | None
+    ) -> None:
+        """The move's line in the log, its figures and its span."""
         logger.info(
             "migration request=%s trace=%s reason=%s source=%s destination=%s hop=%d stages=%d blocks=%d bytes=%d "
             "park_ms=%s outcome=%s why=%s",
@@ -156,6 +160,23 @@ class Departures:
             bytes=moved.bytes,
             park_s=park_s,
         )
+        if sequence.submit.trace is not None and (spans := tracing.current()) is not None:
+            attributes = {
+                "tidegate.sequence_id": moved.rid,
+                "tidegate.reason": reason,
+                "tidegate.replica": self._replica,
+                "tidegate.destination": moved.destination or None,
+                "tidegate.epoch": sequence.submit.epoch,
+                "tidegate.hop": moved.hop if moved.hop >= 0 else None,
+                "tidegate.stages": stages,
+                "tidegate.kv_blocks": moved.blocks,
+                "tidegate.kv_bytes": moved.bytes,
+                "tidegate.pause_s": park_s,
+                "tidegate.generated_tokens": moved.tokens if moved.tokens >= 0 else None,
+                "tidegate.outcome": moved.outcome,
+                "tidegate.why": moved.reason,
+            }
+            spans.record(tracing.MIGRATE, sequence.submit.trace, began, time.monotonic(), attributes)
 
     def close(self) -> None:
         """Stop the moves where they are."""

@@ -81,6 +81,11 @@ class Sequences:
         sequence.attached = True
         return await self._follow(sequence)
 
+    def fate(self, submit: Submit) -> Outcome | None:
+        """What its ingress was told of a submission; None: nothing yet."""
+        sequence = self._by_key.get((submit.rid, submit.epoch, submit.hop))
+        return sequence.outcome.result() if sequence is not None and sequence.outcome.done() else None
+
     def abort_of(self, reply_to: str) -> int:
         """Abort the sequences of an ingress that is gone; returns how many."""
         lost = self._of(reply_to)

@@ -151,8 +151,18 @@ class ScriptedReplicas:
         self.generate = _Method(self._generate)
         self.attach = _Method(self._attach)
 
-    def _generate(self, frame: bytes, *, ticket: int, prompt_tokens: int, tier: int, session: int | None) -> Response:
+    def _generate(
+        self,
+        frame: bytes,
+        *,
+        ticket: int,
+        prompt_tokens: int,
+        tier: int,
+        session: int | None,
+        trace: dict[str, str] | None,
+    ) -> Response:
         submit = msgspec.msgpack.decode(frame, type=Submit)
+        assert trace == submit.trace
         assert ticket == _ticket(submit)
         assert prompt_tokens == len(submit.prompt) + len(submit.output)
         assert tier == submit.priority

@@ -19,7 +19,7 @@ from app.errors import NoReplicaAvailable, Shed
 from policies.admission import Reason
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted([*ROOT.glob("*.yaml"), *(ROOT / "examples").glob("*.yaml")])
+FILES = sorted([*ROOT.glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
 
 
 def _device(file: Path) -> Any:

@@ -248,13 +248,24 @@ def start_fleet(replicas: int, dtype: str, **sections: Any) -> Server:
 
 
 def start_pair() -> Server:
-    """Two float32 replicas with room for long prompts, where a higher tier waits long enough for a move."""
+    """Two float32 replicas with room for long prompts, where a higher tier waits long enough for a move.
+
+    They send spans to a port where nobody listens until a test does (`traces_port`).
+    """
     return start_fleet(
         replicas=2,
         dtype="float32",
         engine_kwargs={"max_model_len": PAIR_MODEL_LEN},
         migration={"tier_grace_s": TIER_GRACE_S},
+        tracing={"exporter": "otlp", "endpoint": f"http://127.0.0.1:{free_port()}"},
     )
+
+
+def traces_port(server: Server) -> int:
+    """The port of this machine that a fleet of `start_pair` sends spans to."""
+    assert server.ray_dir is not None
+    (application,) = yaml.safe_load((server.ray_dir / "serve_config.yaml").read_text())["applications"]
+    return int(application["args"]["tracing"]["endpoint"].rpartition(":")[2])
 
 
 def start_elastic() -> Server:
@@ -280,4 +291,5 @@ def ray_environment(ray_dir: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # Ray's default of 15 starves the fleet beside a plain server on the same cores
         "RAY_ADDRESS": "",
+        "OTEL_BSP_SCHEDULE_DELAY": "500",  # milliseconds: spans come soon after what they tell of
     }

@@ -16,18 +16,8 @@ from .answers import ask
 from .moves import Load, Mover, Reading, Request, Unmoved, reading
 from .probe import CallFailed
 from .servers import MAX_NUM_SEQS, TIER_GRACE_S, Server, until
-from .shapes import (
-    CHAT,
-    COMPLETIONS,
-    COUNTING,
-    MESSAGES,
-    RESPONSES,
-    STREAM,
-    chat,
-    complete,
-    message,
-    respond,
-)
+from .shapes import CHAT, COMPLETIONS, COUNTING, MESSAGES, RESPONSES, STREAM, chat, complete, message, respond
+from .traces import check_moved_once, collecting, logged
 
 pytestmark = pytest.mark.integration
 
@@ -341,12 +331,15 @@ def test_a_named_request_moves_and_is_traced(pair: Server, mover: Mover, unmoved
     assert f"moved request={move['rid']} " in of_ingress
 
 
-def logged(server: Server, text: str) -> list[str]:
-    """The messages of Serve's log files that contain a text."""
-    assert server.ray_dir is not None
-    files = (server.ray_dir / "ray/session_latest/logs/serve").glob("*.log")
-    lines = (line for file in files for line in file.read_text(errors="replace").splitlines() if text in line)
-    return [line.partition(" -- ")[2] for line in lines]
+def test_a_moved_stream_is_one_trace(pair: Server, mover: Mover) -> None:
+    """Its spans are one tree under its client's, with the engines' times; that nobody took any before did no harm."""
+    request = Request("spans", CHAT, chat(max_tokens=60, ignore_eos=True, **STREAM))
+    source, destination = mover.pair()
+    with collecting(pair) as collector:
+        with mover.streams_on(source, [request]):
+            (move,) = mover.move(rid=f"chatcmpl-{request.name}")
+        until(lambda: len(collector.spans(request.trace)) >= 8, 60, "eight spans", every=0.2)
+        check_moved_once(collector.spans(request.trace), source, destination, 60, move["tokens"])
 
 
 def test_moves_of_nonsense_are_refused(mover: Mover) -> None:
