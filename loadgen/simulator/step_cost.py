@@ -46,6 +46,8 @@ class Roofline:
         all-reduce        = 2 * layers * (10 us + 2 (tp - 1) / tp * n * hidden * 2 bytes / link bandwidth), tp > 1
         host              = 1 ms + 8 us * requests
 
+    The link's bandwidth is that of one direction: in a ring each device sends 2 (tp - 1) / tp of the activations.
+
     Source: the roofline of Williams et al. (CACM 2009) with a soft knee; FLOP counts as in Vidur (Agrawal et al.,
     MLSys 2024). Only the linear part is checked against measurements (`Device`), and only in bf16: weights of one byte
     are taken to be read and multiplied in half the time.
