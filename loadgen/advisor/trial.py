@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deployments.step_content import Step
 from loadgen.metrics import RequestRecord, percentile
 from loadgen.run.slo import Slos, slo_of
 from loadgen.simulator.cluster import Cluster, Fleet, Job
-from loadgen.simulator.step_cost import Step, StepCost
+from loadgen.simulator.step_cost import StepCost
 
 ORACLE = ("predictor", "oracle")  # what a policy gets that asks for lengths and names no other predictor
 

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from deployments.step_content import Step
 from loadgen.simulator.hardware import BF16, Device, Model
 
 ATTENTION_MFU = 0.4  # prefill attention; not measured
 HOST_S = 1e-3  # launches and sampling, per step; not measured
 HOST_PER_REQUEST_S = 8e-6  # likewise, per request of a step
 ALL_REDUCE_S = 10e-6  # latency of one all-reduce; not measured
-
-
-class Step(NamedTuple):
-    """What is in one step.
-
-    `attention`: pairs of tokens that prefill attention multiplies: sum over the chunks of length x mean context.
-    `context_tokens`: KV tokens that the decodes read, the new one included.
-    """
-
-    prefill_tokens: int = 0
-    prefill_requests: int = 0
-    attention: float = 0.0
-    decodes: int = 0
-    context_tokens: int = 0
 
 
 class StepCost(Protocol):

@@ -2,8 +2,9 @@
 
 import pytest
 
+from deployments.step_content import Step
 from loadgen.simulator.hardware import ACTIVATIONS_GIB, DEVICES, GIB, MODELS, Model, kv_blocks, named
-from loadgen.simulator.step_cost import HOST_PER_REQUEST_S, HOST_S, Fitted, Roofline, Step
+from loadgen.simulator.step_cost import HOST_PER_REQUEST_S, HOST_S, Fitted, Roofline
 
 LLAMA = MODELS["llama-3-8b"]
 ONE_DECODE = Step(decodes=1, context_tokens=1)
