@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deployments.step_content import Step, content_of
+
 #: What was decided in the step: two engines that do the same have the same there.
-DECIDED = ("prefill_tokens", "prefill_requests", "attention", "decodes", "context_tokens",
-           "waiting", "running", "free_blocks", "preempted", "scheduled", "left")  # fmt: skip
+DECIDED = (*Step._fields, "waiting", "running", "free_blocks", "preempted", "scheduled", "left")
 COLUMNS = ("step", "now", "seconds", *DECIDED, "in_flight", "arrivals", "setting")
 
 Row = dict[str, Any]
@@ -33,7 +34,7 @@ class StepLog:
 
     now: the scheduler's clock when it began to schedule, seconds. The clock stands still while it does.
     seconds: from the end of the step before (from `now`, if the engine was idle) until the step's tokens were taken in.
-    prefill_tokens, prefill_requests, attention, decodes, context_tokens: as in loadgen.simulator.step_cost.Step.
+    prefill_tokens, prefill_requests, attention, decodes, context_tokens: as in Step.
     waiting, running (requests), free_blocks (KV): when the step was scheduled.
     scheduled: `NUMBER:TOKENS` in the order of the batch, `NUMBER` for one token. preempted: numbers, in that order.
     left: `NUMBER:TOKENS` of the requests that ended before the next step was scheduled, with the tokens they generated.
@@ -146,31 +147,15 @@ class StepLog:
             self._numbers[name] = self._came
             self._came += 1
         scheduler = self._scheduler
-        prefill_tokens = prefill_requests = decodes = context = 0
-        attention = 0.0
-        batch = []
-        for name, tokens in output.num_scheduled_tokens.items():
-            request = scheduler.requests[name]
-            end = request.num_computed_tokens  # the step's tokens are counted already
-            if tokens == 1 and not request.is_prefill_chunk and end > request.num_prompt_tokens:
-                decodes += 1
-                context += end
-            else:
-                prefill_requests += 1
-                prefill_tokens += tokens
-                attention += tokens * (end - tokens / 2)
-            number = self._number(name)
-            batch.append(f"{number}:{tokens}" if tokens != 1 else f"{number}")
+        scheduled: dict[str, int] = output.num_scheduled_tokens
+        step, _ = content_of(scheduler.requests, scheduled)
+        batch = [f"{self._number(name)}:{n}" if n != 1 else f"{self._number(name)}" for name, n in scheduled.items()]
         self._step += 1
         self.row = {
             "step": self._step,
             "now": now,
             "seconds": None,
-            "prefill_tokens": prefill_tokens,
-            "prefill_requests": prefill_requests,
-            "attention": attention,
-            "decodes": decodes,
-            "context_tokens": context,
+            **step._asdict(),
             "waiting": len(scheduler.waiting) + len(scheduler.kv_holding_waiting),
             "running": len(scheduler.running),
             "free_blocks": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from loadgen.advisor.search import Found, least
-from loadgen.advisor.trial import Pair, Trial, Trials, alone, busiest
+from loadgen.advisor.trial import Pair, Run, Trial, Trials, alone, busiest
 from loadgen.run.slo import Slos
 from loadgen.simulator.cluster import Fleet, Job
 
 FAR = 1  # replicas above the best so far beyond which the coarse search rules a pair out
 WHOLE = 2  # times the coarse stretch: a workload up to that long is searched as a whole only
-ALONE = 50  # requests of each tier that an idle replica is asked to serve
+ALONE = 200  # requests of each tier that an idle replica is asked to serve
+IDLE = Pair({"name": "fcfs"}, {"name": "least_requests"})  # nothing keeps a lone request waiting
+CLEARLY = 3.0  # standard errors by which an idle replica must miss the target for a tier to be given up
 SLOWER = (1.1, 1.25)  # factors on all step times with which the answer is tried again
 
 
@@ -21,20 +24,22 @@ SLOWER = (1.1, 1.25)  # factors on all step times with which the answer is tried
 class Advice:
     """What was found.
 
-    `best`: the cheapest trial that keeps every promise; None: there is none up to `most` replicas. `shaky`: with one
-    replica more it would not. `nearest`: without a best one, the trial whose worst tier comes nearest to the target,
-    and `alone` is then the share of each tier that keeps its bounds on an idle replica. `needs`: replicas of each pair
-    that was searched on the whole workload (None: none is enough, or none up to the count of a better pair), by its
-    name; `dropped`: pairs that the coarse search ruled out, and what they needed there. `slower`: by factor on the step
-    times, the replicas that the best pair then needs. `coarse` and `fine`: all that was run.
+    `alone`: the share of each tier that keeps its bounds on an idle replica, where it can be no better; `hopeless`:
+    tiers that clearly miss the target even there, so that nothing else was tried. `best`: the cheapest trial that keeps
+    every promise; None: there is none up to `most` replicas. `shaky`: with one replica more it would not. `nearest`:
+    without a best one, the trial that went on longest before it was clear that it misses the target. `needs`: replicas
+    of each pair that was searched on the whole workload (None: none is enough, or none up to the count of a better
+    pair), by its name; `dropped`: pairs that the coarse search ruled out, and what they needed there. `slower`: by
+    factor on the step times, the replicas that the best pair then needs. `coarse` and `fine`: all that was run.
     """
 
     most: int
     target: float
+    alone: dict[int, float] = field(default_factory=dict)
+    hopeless: list[int] = field(default_factory=list)
     best: Trial | None = None
     shaky: bool = False
     nearest: Trial | None = None
-    alone: dict[int, float] = field(default_factory=dict)
     needs: dict[str, int | None] = field(default_factory=dict)
     dropped: dict[str, int | None] = field(default_factory=dict)
     slower: dict[float, int | None] = field(default_factory=dict)
@@ -44,7 +49,7 @@ class Advice:
 
 def steps(pairs: Sequence[Pair]) -> int:
     """How often `advise` calls `step`."""
-    return 2 * len(pairs) + 2
+    return 2 * len(pairs) + 3
 
 
 def advise(
@@ -67,6 +72,12 @@ def advise(
     advice = Advice(most, target)
     trials = Trials(fleet, workloads, slos, target, tell)
     jobs = workloads[trials.seeds[0]]
+    idle = trials.of(alone(jobs, ALONE)).trial(IDLE, 1, trials.seeds[:1], whole=True).runs[0]
+    advice.alone = {tier: outcome.within for tier, outcome in idle.tiers.items()}
+    advice.hopeless = _hopeless(idle, target)
+    step()
+    if advice.hopeless:
+        return advice
     hints = _coarse(advice, trials, jobs, pairs, coarse, step)
     _fine(advice, trials, pairs, hints, step)
     best = _confirmed(advice, trials, pairs)
@@ -76,14 +87,22 @@ def advise(
         advice.best = trials.trial(best, count, trials.seeds)
         for factor in SLOWER:
             enough = partial(trials.slower(factor).enough, best, seeds=trials.seeds[:1])
-            advice.slower[factor] = least(enough, most, count).replicas
+            advice.slower[factor] = least(enough, most, count, sure=False).replicas
     else:
-        advice.nearest = max(trials.ran(), key=lambda trial: (trial.worst, -trial.replicas))
-        idle = trials.of(alone(jobs, ALONE)).trial(advice.nearest.pair, 1, trials.seeds[:1])
-        advice.alone = {tier: outcome.within for tier, outcome in idle.runs[0].tiers.items()}
+        near = max(trials.ran(), key=lambda trial: (trial.played, -trial.replicas))
+        advice.nearest = trials.trial(near.pair, near.replicas, trials.seeds, whole=True)
     step()
     advice.fine = trials.ran()
     return advice
+
+
+def _hopeless(idle: Run, target: float) -> list[int]:
+    """Tiers whose share on an idle replica cannot be below the target by the luck of which requests were asked."""
+    return [
+        tier
+        for tier, outcome in idle.tiers.items()
+        if outcome.within < target - CLEARLY * math.sqrt(target * (1 - target) / outcome.judged)
+    ]
 
 
 def _coarse(
@@ -97,7 +116,7 @@ def _coarse(
     few, hints, start = trials.of(busiest(jobs, count)), {}, 1
     for pair in pairs:
         enough = partial(few.enough, pair, seeds=few.seeds)
-        hints[str(pair)] = least(enough, advice.most, start).replicas
+        hints[str(pair)] = least(enough, advice.most, start, sure=False).replicas
         start = hints[str(pair)] or start
         step()
     advice.coarse = few.ran()
@@ -115,7 +134,8 @@ def _fine(
         if found_one and hint > limit + FAR:
             advice.dropped[name] = hints[name]
         else:
-            found = least(partial(trials.enough, pair, seeds=seeds), limit, min(max(hint, start), limit))
+            enough = partial(trials.enough, pair, seeds=seeds)
+            found = least(enough, limit, min(max(hint, start), limit), sure=False)
             advice.needs[name] = found.replicas
             if found.replicas is not None:
                 limit, found_one, start = found.replicas, True, found.replicas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -239,18 +240,26 @@ def _figures(
         "shaky": advice.shaky,
         "nearest": trial(advice.nearest),
         "alone": advice.alone,
+        "hopeless": advice.hopeless,
         "pairs": [str(each) for each in pairs],
         "needs": advice.needs,
         "dropped": advice.dropped,
         "slower": advice.slower,
-        "attainment": [[str(t.pair), t.replicas, len(t.runs), t.worst] for t in advice.fine],
-        "attainment_coarse": [[str(t.pair), t.replicas, t.worst] for t in advice.coarse],
+        "attainment": [[str(t.pair), t.replicas, len(t.runs), _known(t.worst)] for t in advice.fine],
+        "attainment_coarse": [[str(t.pair), t.replicas, _known(t.worst)] for t in advice.coarse],
     }
+
+
+def _known(share: float) -> float | None:
+    """A share as JSON has it; None: the run was given up."""
+    return None if math.isnan(share) else share
 
 
 def _print(console: Console, advice: Advice, pairs: Sequence[Pair]) -> None:
     from loadgen.advisor import page
 
+    if advice.hopeless:
+        return
     rows = [(str(each), page.need(advice, str(each))) for each in pairs]
     show(console, "replicas that each pair of policies needs", ("scheduling + balancing", "replicas"), rows)
     chosen = advice.best or advice.nearest

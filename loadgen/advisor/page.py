@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -10,6 +11,8 @@ from loadgen.advisor.advise import Advice
 from loadgen.advisor.trial import Pair, Trial
 from loadgen.run.html import STYLE
 from loadgen.svg import Plot, Scale, colour, scale_for
+
+NOT_DRAWN = "Not drawn: runs that were given up when a tier could no longer reach its target."
 
 
 def letters(pairs: Sequence[Pair]) -> dict[str, str]:
@@ -23,18 +26,26 @@ def need(advice: Advice, name: str) -> str:
     if name in advice.dropped:
         found = advice.dropped[name]
         return f"{found if found else f'over {advice.most}'} for the busiest stretch"
+    if name not in advice.needs:
+        return "not tried"
     found = advice.needs[name]
     return str(found) if found is not None else "more than the best, or than allowed"
 
 
 def plots(advice: Advice, pairs: Sequence[Pair]) -> list[Plot]:
-    """Attainment of the worst tier against replicas by policies, and of each tier under the best (or nearest) pair."""
-    drawn = [_by_pair("worst tier within bounds, whole workload", advice.fine, advice, pairs)]
-    if advice.coarse:
-        drawn.append(_by_pair("worst tier within bounds, busiest stretch only", advice.coarse, advice, pairs))
+    """Attainment of the worst tier against replicas by policies, and of each tier under the best (or nearest) pair.
+
+    Of trials that were played to their ends: of the others nobody knows it.
+    """
+    fine, coarse = ([t for t in trials if math.isfinite(t.worst)] for trials in (advice.fine, advice.coarse))
+    drawn = []
+    if fine:
+        drawn.append(_by_pair("worst tier within bounds, whole workload", fine, advice, pairs))
+    if coarse:
+        drawn.append(_by_pair("worst tier within bounds, busiest stretch only", coarse, advice, pairs))
     chosen = advice.best or advice.nearest
     if chosen is not None:
-        of_pair = [trial for trial in advice.fine if trial.pair == chosen.pair]
+        of_pair = [trial for trial in fine if trial.pair == chosen.pair]
         plot = _empty(f"each tier under {chosen.pair}", of_pair)
         for i, tier in enumerate(sorted({tier for trial in of_pair for tier in trial.runs[0].tiers})):
             _draw(plot, [(t.replicas, 100 * t.within(tier)) for t in of_pair], f"tier {tier}", colour(i))
@@ -54,7 +65,8 @@ def page(advice: Advice, pairs: Sequence[Pair], sentences: Sequence[str], trust:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Advice</title><style>{STYLE}</style><body>'
         f"<h1>Advice</h1>{_paragraphs(sentences)}<h2>How sure this is</h2>{_paragraphs(trust)}"
         f"<h2>Policies</h2><table><tr><th></th><th>scheduling + balancing</th><th>replicas needed</th></tr>{rows}"
-        f'</table><h2>Plots</h2><div class="plots">{drawn}</div></body></html>\n'
+        f"</table><h2>Plots</h2><p>{NOT_DRAWN}</p>"
+        f'<div class="plots">{drawn}</div></body></html>\n'
     )
 
 

@@ -1,7 +1,8 @@
 """The least number of replicas that is enough, found with few questions.
 
 That more replicas do better is nearly always true and never certain: ties fall otherwise, a burst meets another queue.
-So the search bisects, then looks at the neighbours of what it found, and tells where they contradict it.
+So the search bisects, then, where it has to be sure, looks at the neighbours of what it found, and tells where they
+contradict it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ class Found:
     shaky: bool = False
 
 
-def least(enough: Enough, most: int, start: int = 1) -> Found:
+def least(enough: Enough, most: int, start: int = 1, *, sure: bool = True) -> Found:
     """The least count in 1..most that is enough, looked for from `start` outwards: steps of 1, 2, 4, ..., then halves.
 
-    `enough` is asked more than once about the same count: let it remember. Where a smaller count two below the found
-    one is enough though the one between is not, the smaller one is taken. ValueError unless 1 <= start <= most.
+    `enough` is asked more than once about the same count: let it remember. To be `sure`, it is also asked about two
+    below the count found, which is taken if it is enough though the one between is not, and about one above.
+    ValueError unless 1 <= start <= most.
     """
     if not 1 <= start <= most:
         raise ValueError(f"start: {start} is not between 1 and {most}")
@@ -37,6 +39,8 @@ def least(enough: Enough, most: int, start: int = 1) -> Found:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
+    if not sure:
+        return Found(high)
     while high > 2 and enough(high - 2):
         high -= 2
         while high > 1 and enough(high - 1):

@@ -16,14 +16,15 @@ from loadgen.simulator.engine import Shape
 SOURCES = {
     "llama-3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
     "llama-3-70b": "meta-llama/Meta-Llama-3-70B-Instruct",
-    "llama-3-70b-fp8": "neuralmagic/Meta-Llama-3-70B-Instruct-FP8",
+    "llama-3-70b-fp8": "RedHatAI/Meta-Llama-3-70B-Instruct-FP8",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
     "smollm2-135m": "default",
 }
-# Our names of devices: Ray's.
+# Our names of devices: what Ray finds out by itself. It has names for both sizes of A100 too, which a node has only if
+# it was started with them.
 ACCELERATORS = {
-    "a100-40g": "A100-40G",
-    "a100-80g": "A100-80G",
+    "a100-40g": "A100",
+    "a100-80g": "A100",
     "h100-80g": "H100",
     "h200-141g": "H200",
     "l4-24g": "L4",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deployments.step_content import Step
 from loadgen.metrics import RequestRecord, percentile
 from loadgen.run.slo import Slos, slo_of
 from loadgen.simulator.cluster import Cluster, Fleet, Job
-from loadgen.simulator.step_cost import Step, StepCost
+from loadgen.simulator.step_cost import StepCost
 
 ORACLE = ("predictor", "oracle")  # what a policy gets that asks for lengths and names no other predictor
 
@@ -56,16 +59,23 @@ class TierOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation: outcome of each tier with bounds, seconds until the last request ended, answer tokens."""
+    """One simulation: outcome of each tier with bounds, seconds until the last request ended, answer tokens.
+
+    `played`: the share of the requests that had ended when it was clear that the target is missed, and the run was
+    given up; 1: it went on to its end. One that was given up says no more than that.
+    """
 
     tiers: dict[int, TierOutcome]
     seconds: float
     output_tokens: int
     preemptions: int
+    played: float = 1.0
 
     @property
     def worst(self) -> float:
-        """The share within bounds of the tier that is worst off."""
+        """The share within bounds of the tier that is worst off; nan if the run was given up."""
+        if self.played < 1:
+            return math.nan
         return min((tier.within for tier in self.tiers.values()), default=1.0)
 
 
@@ -78,9 +88,14 @@ class Trial:
     runs: tuple[Run, ...]
 
     @property
+    def played(self) -> float:
+        """How many of its runs were played; the last one may have been given up in the middle."""
+        return sum(run.played for run in self.runs)
+
+    @property
     def worst(self) -> float:
-        """The share within bounds of the tier that is worst off in its worst run."""
-        return min(run.worst for run in self.runs)
+        """The share within bounds of the tier that is worst off in its worst run; nan if a run was given up."""
+        return math.nan if self.played < len(self.runs) else min(run.worst for run in self.runs)
 
     def within(self, tier: int) -> float:
         """The share of the tier's requests within their bounds, in its worst run."""
@@ -108,12 +123,15 @@ class Trials:
         self._pairs: dict[str, Pair] = {}
         self._known: dict[tuple[str, int, int], Run] = {}
 
-    def trial(self, pair: Pair, replicas: int, seeds: Sequence[int]) -> Trial:
-        """Runs on these seeds, up to the first that misses the target: later ones could not make up for it."""
+    def trial(self, pair: Pair, replicas: int, seeds: Sequence[int], *, whole: bool = False) -> Trial:
+        """Runs on these seeds, up to the first that misses the target: later ones could not make up for it.
+
+        That one is given up as soon as it is known to, unless `whole` runs are asked for.
+        """
         runs = []
         for seed in seeds:
-            runs.append(self._run(pair, replicas, seed))
-            if runs[-1].worst < self.target:
+            runs.append(self._run(pair, replicas, seed, whole))
+            if not runs[-1].worst >= self.target:
                 break
         return Trial(pair, replicas, tuple(runs))
 
@@ -137,9 +155,9 @@ class Trials:
         """Trials of the same fleet on another workload."""
         return Trials(self._fleet, {self.seeds[0]: workload}, self._slos, self.target, self._tell)
 
-    def _run(self, pair: Pair, replicas: int, seed: int) -> Run:
+    def _run(self, pair: Pair, replicas: int, seed: int, whole: bool) -> Run:
         key = (str(pair), replicas, seed)
-        if key not in self._known:
+        if key not in self._known or (whole and self._known[key].played < 1):
             jobs = self._workloads[seed]
             self._tell(f"{pair}, {replicas} replicas, {len(jobs)} requests, seed {seed}")
             self._pairs[str(pair)] = pair
@@ -150,14 +168,45 @@ class Trials:
                 fleet = replace(fleet, tiers=None)  # the same, and faster
             if replicas == 1:
                 fleet = replace(fleet, migration=None)  # nowhere to go, and nobody need look for it all the time
-            outcome = Cluster(fleet).run(jobs)
-            self._known[key] = Run(
-                outcomes(jobs, outcome.records, self._slos),
-                outcome.duration,
-                sum(r.output_len for r in outcome.records if r.outcome == "ok"),
-                sum(outcome.preemptions),
-            )
+            self._known[key] = _played(fleet, jobs, self._slos, None if whole else Watch(jobs, self._slos, self.target))
         return self._known[key]
+
+
+class GivenUpError(Exception):
+    """A run cannot reach the target any more."""
+
+
+class Watch:
+    """Counts the requests of a run that end (`ended`) and miss their bounds; GivenUpError when a tier has too many."""
+
+    def __init__(self, jobs: Sequence[Job], slos: Slos, target: float) -> None:
+        self.ended = 0
+        self._slos = slos
+        # Clients that leave are not judged, so that fewer may miss: then this gives up late, never wrongly.
+        self._spare = {tier: (1 - target) * count + 1e-9 for tier, count in Counter(job.tier for job in jobs).items()}
+
+    def __call__(self, job: Job, record: RequestRecord) -> None:
+        self.ended += 1
+        slo = slo_of(self._slos, job.tier)
+        if slo is not None and record.outcome != "cancelled" and not slo.met(record):
+            self._spare[job.tier] -= 1
+            if self._spare[job.tier] < 0:
+                raise GivenUpError
+
+
+def _played(fleet: Fleet, jobs: Sequence[Job], slos: Slos, watch: Watch | None) -> Run:
+    cluster = Cluster(fleet)
+    try:
+        outcome = cluster.run(jobs, watch)
+    except GivenUpError:
+        assert watch is not None
+        return Run({}, cluster.clock.now, 0, 0, played=min(watch.ended / len(jobs), 1 - 1e-9))
+    return Run(
+        outcomes(jobs, outcome.records, slos),
+        outcome.duration,
+        sum(r.output_len for r in outcome.records if r.outcome == "ok"),
+        sum(outcome.preemptions),
+    )
 
 
 def asks_promises(pair: Pair) -> bool:

@@ -45,22 +45,23 @@ def answer(advice: Advice, machine: Machine, slos: Slos, price: float | None) ->
         if advice.shaky:
             lines.append(f"Shaky: with {count + 1} replicas it does not hold. Measure before you rely on {count}.")
         return lines
+    if advice.hopeless:
+        lines = ["Nothing is enough; no fleet was searched for."]
+        for tier in advice.hopeless:
+            slo = slo_of(slos, tier)
+            lines.append(
+                f"No number of replicas would do for tier {tier}: even on an idle replica only "
+                f"{advice.alone[tier]:.2f} of its requests are within {bounds(slo) if slo else 'bounds'}; "
+                f"{advice.target:.3g} are asked for. Ask for less, or take a faster device."
+            )
+        return lines
     nearest = advice.nearest
     assert nearest is not None
-    lines = [
+    return [
         f"Nothing is enough, up to {advice.most} replicas. Nearest: {fleet(nearest, machine, price)}, where the worst "
-        f"tier has {nearest.worst:.4f} of its requests within bounds; {advice.target:.3g} are asked for."
+        f"tier has {nearest.worst:.4f} of its requests within bounds; {advice.target:.3g} are asked for.",
+        "On an idle replica the bounds are kept: more replicas may do, see --max-replicas.",
     ]
-    hopeless = [tier for tier, share in advice.alone.items() if share < advice.target]
-    for tier in hopeless:
-        slo = slo_of(slos, tier)
-        lines.append(
-            f"No number of replicas would do for tier {tier}: even on an idle replica only {advice.alone[tier]:.2f} of "
-            f"its requests are within {bounds(slo) if slo else 'bounds'}. Ask for less, or take a faster device."
-        )
-    if not hopeless:
-        lines.append("On an idle replica the bounds are kept: more replicas may do, see --max-replicas.")
-    return lines
 
 
 def confidence(machine: Machine, fitted: str | None, error: float | None, advice: Advice) -> list[str]:

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from deployments.step_content import Step
 from loadgen.experiments.experiment import Figures
 from loadgen.metrics import percentile
 from loadgen.simulator.hardware import DEVICES, Model
-from loadgen.simulator.step_cost import Roofline, Step, StepCost
+from loadgen.simulator.step_cost import Roofline, StepCost
 from loadgen.workloads.make import make
 from policies.tiers import decaying_headroom
 

@@ -17,9 +17,10 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.markup import escape
 
+from deployments.step_content import Step
 from loadgen import arguments
 from loadgen.report import RESULTS, Stamp, show
-from loadgen.simulator.step_cost import Fitted, Step
+from loadgen.simulator.step_cost import Fitted
 
 TITLE = "fit the step times of a machine to measured steps, for `simulate --fitted`"
 LEAST = 12  # rows; fewer say little about six numbers

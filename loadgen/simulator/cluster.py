@@ -17,7 +17,7 @@ from loadgen.simulator.autoscaler import Autoscaler
 from loadgen.simulator.coordinator import Coordinator, Reports
 from loadgen.simulator.fleet import Drain, Fleet, Job, Outage, Outcome, check
 from loadgen.simulator.lean import Ended
-from loadgen.simulator.ledger import Ledger, number_of
+from loadgen.simulator.ledger import Ledger, Watch, number_of
 from loadgen.simulator.moves import Moves
 from loadgen.simulator.prefixes import Contents
 from loadgen.simulator.replica import Clock, Replica
@@ -73,11 +73,11 @@ class Cluster:
         if fleet.autoscaling is not None:
             self._scaling = Autoscaler(self, fleet.autoscaling, fleet.replicas, fleet.tiers)
 
-    def run(self, jobs: Sequence[Job]) -> Outcome:
-        """Play the jobs to their ends; ValueError for jobs out of order or too long for the engine."""
+    def run(self, jobs: Sequence[Job], watch: Watch | None = None) -> Outcome:
+        """Play the jobs to their ends, each told to `watch`; ValueError for jobs out of order or too long."""
         check(self.fleet, jobs, len(self._tiers))
         self.jobs = jobs
-        self._ledger = ledger = Ledger(jobs)
+        self._ledger = ledger = Ledger(jobs, watch)
         self.next_name = ledger.next_name
         if self.fleet.report_s > 0:
             for i in range(len(self.replicas)):

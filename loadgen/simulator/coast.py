@@ -21,8 +21,8 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
+from deployments.step_content import Step
 from loadgen.simulator.lean import TOKEN, Ended
-from loadgen.simulator.step_cost import Step
 
 #: Policies that have nothing to do, and nothing to note, in a step before which nothing waits. Those of them that only
 #: order the queue have nothing to do either while its head does not fit.

@@ -12,12 +12,12 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from deployments.scheduler import SchedulerSettings, make_policy
+from deployments.step_content import Step
 from deployments.step_log import DECIDED, StepLog
 from loadgen.simulator import engine
 from loadgen.simulator.hardware import MODELS
 from loadgen.simulator.replay import LIMITS, Difference
 from loadgen.simulator.replica import Clock, Replica
-from loadgen.simulator.step_cost import Step
 
 MODEL = MODELS["smollm2-135m"]  # any: what a KV block holds is of no account
 

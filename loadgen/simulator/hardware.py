@@ -73,8 +73,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator: memory (GiB), dense bf16 FLOP/s, memory bytes/s, bytes/s to its peers in a host (NVLink: as the
-    data sheets give it, both directions together, so all-reduces come out at the best that they could be).
+    """One accelerator: memory (GiB), dense bf16 FLOP/s, memory bytes/s, bytes/s to its peers in a host, one way.
+
+    One way is what an all-reduce waits for: each device sends as much as it receives, at the same time. Data sheets add
+    up both directions: NVLink 3 (A100) 600 GB/s, NVLink 4 (H100, H200) 900 GB/s, PCIe 4.0 x16 (L4) 64 GB/s.
 
     `mfu` and `mbu` are the shares of FLOP/s and bytes/s that the linear layers reach, `blend` how softly the roofline
     bends (loadgen/simulator/step_cost.py), `per_layer_s` what each layer costs beyond. `source` says where these four
@@ -104,10 +106,10 @@ MODELS: dict[str, Model] = {
 
 _VIDUR = "fitted to Vidur's measured tables"
 DEVICES: dict[str, Device] = {
-    "a100-40g": Device(40, 312e12, 1.555e12, 600e9, mfu=0.65, mbu=0.75, source=_VIDUR),
-    "a100-80g": Device(80, 312e12, 2.039e12, 600e9, mfu=0.65, mbu=0.75, source=_VIDUR),
-    "h100-80g": Device(80, 989e12, 3.35e12, 900e9, mfu=0.60, mbu=0.85, source=_VIDUR),
-    "h200-141g": Device(139, 989e12, 4.8e12, 900e9, mfu=0.60, mbu=0.85, source="as H100, not measured"),
+    "a100-40g": Device(40, 312e12, 1.555e12, 300e9, mfu=0.65, mbu=0.75, source=_VIDUR),
+    "a100-80g": Device(80, 312e12, 2.039e12, 300e9, mfu=0.65, mbu=0.75, source=_VIDUR),
+    "h100-80g": Device(80, 989e12, 3.35e12, 450e9, mfu=0.60, mbu=0.85, source=_VIDUR),
+    "h200-141g": Device(139, 989e12, 4.8e12, 450e9, mfu=0.60, mbu=0.85, source="as H100, not measured"),
     "l4-24g": Device(22.5, 121e12, 0.3e12, 32e9, mfu=0.65, mbu=0.75, source="as A100, not measured"),
 }
 

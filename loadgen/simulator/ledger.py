@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from loadgen.metrics import RequestRecord
 from loadgen.simulator.fleet import Job
+
+Watch = Callable[[Job, RequestRecord], object]
 
 
 def number_of(name: str) -> int:
@@ -19,11 +21,12 @@ def number_of(name: str) -> int:
 class Ledger:
     """Requests by their numbers. `names[i]` is the submission whose tokens the client takes, `replica[i]` where it is.
 
-    `left`: requests that have not ended. RuntimeError for one that ends twice.
+    `left`: requests that have not ended; `watch` hears of each that does. RuntimeError for one that ends twice.
     """
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[Job], watch: Watch | None = None) -> None:
         self.jobs = jobs
+        self._watch = watch
         self.left = len(jobs)
         self.replica = [-1] * len(jobs)
         self.names = [str(number) for number in range(len(jobs))]
@@ -59,14 +62,19 @@ class Ledger:
         self._last[number] = now
         if left is not None:
             self._cut[number] = left
-        self.left -= 1
+        self._count(number)
 
     def refused(self, number: int, status: int, reason: str, retry_after: float | None) -> None:
         """It gets no answer."""
         if self.over(number):
             raise RuntimeError(f"request {number} ended twice")
         self._refused[number] = (status, reason, retry_after)
+        self._count(number)
+
+    def _count(self, number: int) -> None:
         self.left -= 1
+        if self._watch is not None:
+            self._watch(self.jobs[number], self._record(number, self.jobs[number]))
 
     def records(self) -> list[RequestRecord]:
         """The record of each request."""

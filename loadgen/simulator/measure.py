@@ -13,13 +13,13 @@ import numpy as np
 import psutil
 from rich.console import Console
 
+from deployments.step_content import Step
 from loadgen import lengths
 from loadgen.bench import engine_pair, servers
 from loadgen.bench.engine_process import Outcome, Plan
 from loadgen.bench.policies import ENGINE
 from loadgen.report import Steps
 from loadgen.simulator.calibrate import Measured
-from loadgen.simulator.step_cost import Step
 
 LEAD_S = 0.1  # nothing is timed from outside, so a burst may begin a little late
 BATCHES = (1, 2, 4, 8, 16, 32)

@@ -15,10 +15,11 @@ from vllm.v1.request import RequestStatus
 
 from deployments.load_page import Figures
 from deployments.reports import report_of
+from deployments.step_content import content_of
 from deployments.wire import ReplicaReport, ReplicaState
 from loadgen.simulator.coast import Coast, may_coast
 from loadgen.simulator.lean import TOKEN, Ended, Lean
-from loadgen.simulator.step_cost import Step, StepCost
+from loadgen.simulator.step_cost import StepCost
 
 ATTEMPTS = 8  # empty steps in a row before the scheduler counts as stuck
 
@@ -284,23 +285,8 @@ class Replica:
         raise RuntimeError(f"{self.name} has requests and schedules none: the policy lets nothing run")
 
     def _batch(self, output: Any) -> Batch:
-        requests = self.scheduler.requests
-        prefill_tokens = prefill_requests = decodes = context = 0
-        attention = 0.0
-        sampled = []
-        for name, tokens in output.num_scheduled_tokens.items():
-            request = requests[name]
-            end, samples = request.num_computed_tokens, not request.is_prefill_chunk
-            sampled.append(samples)
-            if tokens == 1 and samples and end > request.num_prompt_tokens:
-                decodes += 1
-                context += end
-            else:
-                prefill_requests += 1
-                prefill_tokens += tokens
-                attention += tokens * (end - tokens / 2)
-        self._last_decodes = not prefill_requests
-        step = Step(prefill_tokens, prefill_requests, attention, decodes, context)
+        step, sampled = content_of(self.scheduler.requests, output.num_scheduled_tokens)
+        self._last_decodes = not step.prefill_requests
         return Batch(output, sampled, self._cost.seconds(step), self._last_decodes)
 
     def _settle(self) -> None:

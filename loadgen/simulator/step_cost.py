@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from deployments.step_content import Step
 from loadgen.simulator.hardware import BF16, Device, Model
 
 ATTENTION_MFU = 0.4  # prefill attention; not measured
 HOST_S = 1e-3  # launches and sampling, per step; not measured
 HOST_PER_REQUEST_S = 8e-6  # likewise, per request of a step
 ALL_REDUCE_S = 10e-6  # latency of one all-reduce; not measured
-
-
-class Step(NamedTuple):
-    """What is in one step.
-
-    `attention`: pairs of tokens that prefill attention multiplies: sum over the chunks of length x mean context.
-    `context_tokens`: KV tokens that the decodes read, the new one included.
-    """
-
-    prefill_tokens: int = 0
-    prefill_requests: int = 0
-    attention: float = 0.0
-    decodes: int = 0
-    context_tokens: int = 0
 
 
 class StepCost(Protocol):
@@ -45,6 +32,8 @@ class Roofline:
         prefill attention = attention * 4 * layers * heads * head_dim / (tp * 0.4 * flops)
         all-reduce        = 2 * layers * (10 us + 2 (tp - 1) / tp * n * hidden * 2 bytes / link bandwidth), tp > 1
         host              = 1 ms + 8 us * requests
+
+    The link's bandwidth is that of one direction: in a ring each device sends 2 (tp - 1) / tp of the activations.
 
     Source: the roofline of Williams et al. (CACM 2009) with a soft knee; FLOP counts as in Vidur (Agrawal et al.,
     MLSys 2024). Only the linear part is checked against measurements (`Device`), and only in bf16: weights of one byte

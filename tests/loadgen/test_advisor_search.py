@@ -48,6 +48,15 @@ def test_what_it_finds_is_enough(good: set[int], start: int) -> None:
     assert found.shaky == (found.replicas < 40 and found.replicas + 1 not in good)
 
 
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_without_neighbours_it_asks_less(start: int, needed: int) -> None:
+    """Not to be sure costs fewer questions; from the right count these are two: it, and one below."""
+    few, many = counted(lambda count: count >= needed), counted(lambda count: count >= needed)
+    assert least(few[0], 40, start, sure=False) == least(many[0], 40, start)
+    assert few[1] <= many[1]
+    assert start != needed or few[1] == {needed, needed - 1} - {0}
+
+
 def test_a_hole_is_seen_from_both_sides() -> None:
     """A count that is enough below one that is not is taken, and said to be shaky."""
     assert least({3, 5, 6, 7}.__contains__, 7, 5) == Found(3, shaky=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deployments.step_content import Step
 from loadgen.cli import main
 from loadgen.simulator.calibrate import Measured, error, fit, load, unseen_error
-from loadgen.simulator.step_cost import Fitted, Step
+from loadgen.simulator.step_cost import Fitted
 
 CPU = Fitted(19.3e-3, 556e-6, 1.5e-3, 0.46e-6, 785e-6, 3.1e-6)
 

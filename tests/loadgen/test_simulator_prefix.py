@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from deployments.scheduler import SchedulerSettings
 from loadgen.simulator import engine
-from loadgen.simulator.cluster import Cluster, Fleet, Job, Outage, Outcome
+from loadgen.simulator.cluster import Cluster, Drain, Fleet, Job, Migration, Outage, Outcome
 from loadgen.simulator.command import jobs
 from loadgen.simulator.hardware import DEVICES, MODELS
 from loadgen.simulator.prefixes import Contents
@@ -150,6 +150,34 @@ def test_fast_path_equals_vllm_in_a_whole_fleet(policy: str, asynchronous: bool)
     plain, _ = play(whole, work, fast=False)
     assert play(whole, work)[0] == plain
     assert sum(plain.prefix_hits) > 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("policy", "tiers"), [("fcfs", 1), ("larry", 3), ("mlfq", 3)])
+def test_fast_path_equals_vllm_where_requests_move(policy: str, tiers: int, asynchronous: bool) -> None:
+    """So it is where requests take their cache to replicas that share and forget blocks of their own, drain and die."""
+    whole = fleet(
+        asynchronous,
+        replicas=4,
+        scheduling={"name": policy},
+        balancing={"name": "round_robin"},
+        tiers=TIERS if tiers > 1 else None,
+        migration=Migration(),
+        drains=(Drain(1, 0.4, 1.2),),
+        outages=(Outage(2, 0.8, 1.0),),
+        report_s=0.05 if tiers > 1 else 0.0,
+    )
+    work = families(160, 150.0, seed=5, tiers=tiers, patience=0.8)
+    plain, cluster = play(whole, work, fast=False)
+    assert play(whole, work, coast=False)[0] == plain
+    assert play(whole, work)[0] == plain
+    done = {reason: ended.get("done", 0) for reason, ended in plain.moves.items()}
+    assert done["drain"] > 0
+    assert sum(done.values()) > done["drain"]
+    assert plain.moved_bytes > 0
+    assert 0 < sum(plain.prefix_hits) < sum(plain.prefix_queries)
+    for replica in cluster.replicas:
+        replica.check_idle()
 
 
 def test_runs_are_under_pressure() -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from deployments.step_content import Step
 from loadgen.simulator.hardware import ACTIVATIONS_GIB, DEVICES, GIB, MODELS, Model, kv_blocks, named
-from loadgen.simulator.step_cost import HOST_PER_REQUEST_S, HOST_S, Fitted, Roofline, Step
+from loadgen.simulator.step_cost import HOST_PER_REQUEST_S, HOST_S, Fitted, Roofline
 
 LLAMA = MODELS["llama-3-8b"]
 ONE_DECODE = Step(decodes=1, context_tokens=1)
@@ -137,14 +138,17 @@ def test_more_work_takes_longer(name: str, model: str) -> None:
         assert Roofline(MODELS[model], DEVICES[name], tp=2).seconds(large) < cost.seconds(large)
 
 
-def test_all_reduce_is_paid_for() -> None:
-    """With the shape of one layer, TP 2 adds two all-reduces of 10 us and n * hidden * 2 bytes each."""
-    tiny = Model(1, 64, 1, 1, 64, 128, 1000, context=128)
-    device = DEVICES["a100-40g"]
-    alone, pair = Roofline(tiny, device), Roofline(tiny, device, tp=2)
-    step = Step(prefill_tokens=1000, prefill_requests=1)
-    moved = 2 * 1000 * 64 * 2 / device.link_bandwidth
-    assert pair.seconds(step) - alone.seconds(step) == pytest.approx(20e-6 + moved, abs=3e-6)
+@pytest.mark.parametrize(
+    ("name", "one_way"), [("a100-40g", 300e9), ("a100-80g", 300e9), ("h100-80g", 450e9), ("h200-141g", 450e9)]
+)
+def test_all_reduce_is_paid_for(name: str, one_way: float) -> None:
+    """With the shape of one layer, TP 2 adds two all-reduces of 10 us, whose n * hidden * 2 bytes go out one way."""
+    tiny = Model(1, 64, 1, 1, 64, 128, 1000, context=10**7)
+    alone, pair = (Roofline(tiny, DEVICES[name], tp) for tp in (1, 2))
+    step = Step(prefill_tokens=10**6, prefill_requests=1)
+    linear = 2 * (tiny.linear_parameters * 10**6 + tiny.head_parameters) / (DEVICES[name].mfu * DEVICES[name].flops)
+    sent = 2 * 10**6 * 64 * 2 / one_way
+    assert pair.seconds(step) - alone.seconds(step) == pytest.approx(20e-6 + sent - linear / 2, rel=0.01)
 
 
 def test_fitted_is_a_sum() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from deployments.step_content import Step
 from deployments.step_log import COLUMNS, StepLog
 from loadgen.bench.policies import ENGINE
 from loadgen.cli import main, parser
@@ -20,7 +21,7 @@ from loadgen.simulator.calibrate import Measured
 from loadgen.simulator.cluster import Cluster, Fleet, Job
 from loadgen.simulator.hardware import MODELS
 from loadgen.simulator.measure import Window
-from loadgen.simulator.step_cost import Fitted, Step
+from loadgen.simulator.step_cost import Fitted
 from loadgen.simulator.validate import FIGURES, Run, Trace
 
 CPU = Fitted(19.3e-3, 556e-6, 1.5e-3, 0.46e-6, 785e-6, 3.1e-6)

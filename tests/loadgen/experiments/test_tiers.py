@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from deployments.step_content import Step
 from loadgen.experiments import tiers, tiers_paper
 from loadgen.experiments.tiers import HONEST, MULTI_TIER, PAPER, SYSTEMS, Clamped, Play
 from loadgen.metrics import RequestRecord
 from loadgen.simulator.cluster import Job, Outcome
-from loadgen.simulator.step_cost import Fitted, Step
+from loadgen.simulator.step_cost import Fitted
 from policies.balancing import BALANCING
 from policies.scheduling import SCHEDULING
 
