@@ -29,6 +29,7 @@ logger = logging.getLogger(f"ray.serve.{__name__}")
 
 POLICY = "deployments.autoscaling:FreenessPolicy"
 REMEMBERED_S = 30.0  # first tokens
+ARRIVALS_S = 10.0  # the arrivals of so long make the rate of prompt tokens
 
 _FIGURES = tuple(field.name for field in fields(Load) if field.name != "age_s")
 
@@ -83,13 +84,14 @@ class FreenessPolicy:
         metrics.ACTUAL.at().set(ctx.current_num_replicas)
         if decision.freeness < math.inf:
             metrics.FLEET_FREENESS.at().set(decision.freeness)
+        metrics.FLEET_UTILIZATION.at().set(decision.utilization)
         before = (self._last.replicas, self._last.reason) if self._last is not None else None
         if before == (decision.replicas, decision.reason):
             return
         logger.info(
-            "autoscaling deployment=%s wanted=%d target=%d running=%d reason=%s freeness=%.0f",
+            "autoscaling deployment=%s wanted=%d target=%d running=%d reason=%s freeness=%.0f utilization=%.2f",
             *(ctx.deployment_name, decision.replicas, ctx.target_num_replicas, ctx.current_num_replicas),
-            *(decision.reason, decision.freeness),
+            *(decision.reason, decision.freeness, decision.utilization),
         )
         way = decision.replicas - ctx.target_num_replicas
         metrics.scaling_wanted("up" if way > 0 else "down" if way < 0 else "hold", decision.reason)
@@ -107,6 +109,7 @@ class FirstTokens:
         self._clock = clock
         self._waiting: dict[int, Submit] = {}
         self._came: deque[tuple[float, bool]] = deque()  # when, and whether too late
+        self._arrived: deque[tuple[float, int]] = deque()  # when, and prompt tokens
 
     def watching(self, generate: Generate) -> Generate:
         """The same `generate`, whose first tokens are noticed."""
@@ -114,6 +117,8 @@ class FirstTokens:
         async def watched(submit: Submit, entries: dict[str, Any], emit: Emit) -> Outcome:
             if submit.output or not self._counts(submit.priority):
                 return await generate(submit, entries, emit)
+            if submit.hop == 0:  # what moves here has arrived before
+                self._arrived.append((self._clock(), len(submit.prompt)))
             key = id(submit)
 
             def noticed(delta: Delta) -> None:
@@ -132,7 +137,8 @@ class FirstTokens:
     def record(self) -> dict[str, float]:
         """`wait_s` of the oldest request without a token, `first_tokens` of the last 30 s, and those of them `late`.
 
-        A request that waits for longer than promised is late already.
+        A request that waits for longer than promised is late already. `due_tokens`: prompt tokens of those without a
+        token, `prompt_rate`: prompt tokens/s that arrived in the last 10 s.
         """
         now = self._clock()
         self._forget(now)
@@ -141,6 +147,8 @@ class FirstTokens:
             "wait_s": max((now - submit.arrival for submit in self._waiting.values()), default=0.0),
             "first_tokens": float(len(self._came) + overdue),
             "late": float(sum(late for _, late in self._came) + overdue),
+            "due_tokens": float(sum(len(submit.prompt) for submit in self._waiting.values())),
+            "prompt_rate": sum(tokens for _, tokens in self._arrived) / ARRIVALS_S,
         }
 
     def _first(self, submit: Submit) -> None:
@@ -151,6 +159,8 @@ class FirstTokens:
     def _forget(self, now: float) -> None:
         while self._came and self._came[0][0] < now - REMEMBERED_S:
             self._came.popleft()
+        while self._arrived and self._arrived[0][0] < now - ARRIVALS_S:
+            self._arrived.popleft()
 
     def _promise(self, tier: int) -> float | None:
         return self._slo_s[min(tier, len(self._slo_s) - 1)] if self._slo_s else None

@@ -24,11 +24,13 @@ from policies.tiers import MAX_TIERS
 RING = 4096  # admitted tickets kept
 POLICY_BYTES = 4080  # longest policy spec, as JSON
 
-_MAGIC = 0x5449444547415432
+_MAGIC = 0x5449444547415433
 # Offsets into the array of 64-bit words at the head of the page.
 _MAGIC_WORD, _FIGURES, _RESERVED, _ADMITTED, _POLICY = 0, 1, 2, 3, 4
 _GRACE_AT = 40  # two doubles: seconds, and until when in wall-clock seconds
-_HEAD = struct.Struct("=d15q")  # the figures, then the number of tiers; what is counted by tier and a checksum follow
+_HEAD = struct.Struct(
+    "=d12qd3q"
+)  # the figures, then the number of tiers; what is counted by tier and a checksum follow
 _BY_TIER = [struct.Struct(f"={3 * count}I") for count in range(MAX_TIERS + 1)]
 _CHECK = struct.Struct("=I")
 _POLICY_HEAD = struct.Struct("=QI")  # version, length of the JSON text
@@ -47,8 +49,9 @@ class Figures(NamedTuple):
     `queued_tokens` still have to be prefilled (waiting and partly prefilled requests; after a preemption the
     generated tokens too), `head_blocks` are wanted by the head of the queue, `batch_tokens` is the token budget of
     a step. `preemptions`, `steps` and `admitted` only grow. `policy_version` is the policy setting in force
-    (0: the one from start-up). `running_by_tier` and `waiting_by_tier` count the requests of each tier, 0 first,
-    `blocks_by_tier` the KV blocks of the running ones, half a second old at most and shared blocks once for each.
+    (0: the one from start-up). `full_rate` is the prompt tokens/s of full steps (full_steps.py; 0: unknown).
+    `running_by_tier` and `waiting_by_tier` count the requests of each tier, 0 first, `blocks_by_tier` the KV blocks
+    of the running ones, half a second old at most and shared blocks once for each.
     The page itself fills in `admitted` (tickets logged so far) and `version`.
     """
 
@@ -65,6 +68,7 @@ class Figures(NamedTuple):
     preemptions: int
     steps: int
     policy_version: int = 0
+    full_rate: float = 0.0
     running_by_tier: tuple[int, ...] = ()
     waiting_by_tier: tuple[int, ...] = ()
     blocks_by_tier: tuple[int, ...] = ()

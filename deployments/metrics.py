@@ -259,6 +259,10 @@ FLEET_FREENESS = _define(
     *("autoscaling_freeness_tokens", "gauge", "tokens", "controller"),
     "F of the fleet, by which the policy decides; not set while nothing runs or waits",
 )
+FLEET_UTILIZATION = _define(
+    *("autoscaling_utilization_ratio", "gauge", "1", "controller"),
+    "U of the fleet: prompt tokens to compute over those that it can; 0 until a replica knows what it can",
+)
 
 
 def moved(

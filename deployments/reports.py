@@ -25,7 +25,7 @@ logger = logging.getLogger(f"ray.serve.{__name__}")
 REPEATS = 3  # consecutive reports that name a ticket
 BATCH = 1000  # frames taken before the loop gets its turn again
 
-_UNKNOWN = Figures._make((0.0, *[0] * 12, (), (), (), 0, 0))
+_UNKNOWN = Figures._make((0.0, *[0] * 13, (), (), (), 0, 0))
 
 
 class ReportPublisher:

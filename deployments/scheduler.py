@@ -7,9 +7,10 @@ tests/deployments/test_contract_vllm_scheduler.py: `Scheduler.waiting` (a `Reque
 `._handle_blocked_waiting_request`, `.pause_state`, `.requires_kv_delivery`, `.kv_cache_manager.allocate_slots`,
 `.kv_cache_manager.block_pool` (`get_num_free_blocks`, `num_gpu_blocks` counting one null block), `.block_size`,
 `.max_model_len`, `.max_num_active_reqs`, `.max_num_scheduled_tokens`; `SchedulerOutput.num_scheduled_tokens`,
-`.total_num_scheduled_tokens`; `Request.status`, `.priority`, `.num_computed_tokens`, `.is_prefill_chunk`,
-`.num_stale_output_tokens`, `.drop_stale_output`; `VllmConfig.additional_config` taking an object with `compute_hash`;
-`SchedulerConfig.scheduler_cls`, `.async_scheduling`, `.policy`.
+`.total_num_scheduled_tokens`, `.scheduled_new_reqs` (`req_id`, `num_computed_tokens`); `Request.status`, `.priority`,
+`.num_computed_tokens`, `.is_prefill_chunk`, `.num_stale_output_tokens`, `.drop_stale_output`;
+`VllmConfig.additional_config` taking an object with `compute_hash`; `SchedulerConfig.scheduler_cls`,
+`.async_scheduling`, `.policy`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from deployments.full_steps import FullSteps
 from deployments.hints import extra_argument, hints_of, load_predictor, tiers_of
 from deployments.load_page import Figures, LoadPage
 from deployments.migration.kv_scheduler import MigrationMixin
@@ -135,6 +137,7 @@ class PolicySchedulerMixin(Scheduler):
         self._tier_blocks, self._walked_at = (0,) * len(self.tiers), -math.inf
         self.preemptions = 0
         self.steps = 0
+        self._full_steps = FullSteps()
         self._policy_version = 0
         self._tickets: list[int] = []
         self._stale: list[Request] = []  # preempted while output was in flight: they grow in the queue
@@ -185,6 +188,7 @@ class PolicySchedulerMixin(Scheduler):
             preemptions=self.preemptions,
             steps=self.steps,
             policy_version=self._policy_version,
+            full_rate=self._full_steps.rate,
             running_by_tier=tuple(map(sub, self._by_tier, waiting_by_tier)),
             waiting_by_tier=tuple(waiting_by_tier),
             blocks_by_tier=self._blocks_by_tier(),
@@ -214,8 +218,24 @@ class PolicySchedulerMixin(Scheduler):
         else:
             output = self._control.run(partial(super().schedule, throttle_prefills), context)
         self.steps += 1
+        self._full_steps.step(context.now, *self._filled(output))
         self._publish()
         return output
+
+    def _filled(self, output: SchedulerOutput) -> tuple[int, bool]:
+        """Prompt tokens of a step, found in the prefix cache ones included, and whether it was full.
+
+        Full: prompts stay behind for lack of budget; a step that memory or a policy's gate kept small is not.
+        """
+        scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        tokens = total - len(scheduled)  # one token of each decodes, but for as few as prompts are in a step
+        if not tokens:
+            return 0, False
+        for new in output.scheduled_new_reqs:
+            if scheduled[new.req_id] > 1:  # else it came with its KV
+                tokens += new.num_computed_tokens
+        behind = self.waiting.tokens > 0 or any(r.num_tokens > r.num_computed_tokens for r in self._inflight_prefills)
+        return tokens, behind and 2 * total >= self.max_num_scheduled_tokens
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

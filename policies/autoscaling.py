@@ -1,13 +1,22 @@
-"""How many replicas the fleet should have: F_normal, queue wait and late first tokens, and windows against swinging.
+"""How many replicas the fleet should have: by memory, compute and late first tokens, and windows against swinging.
 
 Source: Llumnix (Sun et al., OSDI 2024), section 4: scale on the average freeness of the serving replicas, up below one
 threshold, down above another; its open code has 10 and 60 blocks of 16 tokens per running request, here 160 and 960
-tokens. The other signals, the size of a step and the windows are ours. The average is weighted by running requests:
+tokens. The average is weighted by running requests:
 
     F(n) = (n * M - held - wanted by the heads of the queues) / max(r, 1)      iterations until the fleet's KV is full
 
 M = KV tokens of a replica, r = running requests of the fleet. F(n) is also what a fleet of n replicas would have under
 the same load: replicas that start are counted by n = target, and no step goes where F would call for the way back.
+
+F is room in memory, which a fleet that cannot compute more has for a while. So there is utilization beside it:
+
+    U(n) = (prompt tokens/s that arrive + prompt tokens that wait / 30 s) / (n * R)         1: all that n can compute
+
+R = prompt tokens/s that a replica computes while it has more than a step can take, as replicas measured it; until one
+had to, it is unknown and U is 0. Sources: target utilization is the rule of Kubernetes' HPA and of Serve (there by
+requests), the queue by its time to drain that of Chiron (Patke et al., arXiv 2501.08090), "twice or four more" is HPA's
+default. The other signals and the windows are ours.
 
 | reason | when | target |
 |---|---|---|
@@ -15,30 +24,34 @@ the same load: replicas that start are counted by n = target, and no step goes w
 | `starting` | the replicas that would help start already, or nothing runs yet | as it is |
 | `stale` | most replicas are silent, or some are and the rest would allow fewer | as it is |
 | `idle` | nothing runs, nothing waits | least |
-| `busy` | F < scale_up_steps | so that F is amid both thresholds, at most twice as many |
+| `busy` | F < scale_up_steps | enough, at most twice as many or four more |
+| `saturated` | U is nearer to 1 than to target_utilization | enough, at most twice as many or four more |
 | `queue_wait` | a request waits for its first token for longer than queue_wait_s | one more, once nothing starts |
 | `ttft` | more than late_share of the first tokens were later than promised | one more, once nothing starts |
-| `free` | F > scale_down_steps | so that F stays amid both thresholds, at least half as many |
+| `free` | F > scale_down_steps and fewer are enough | enough, at least half as many |
 | `steady` | none of them | as it is |
 
-In rising order of urgency read from the bottom. What comes out is between the least and the most replicas, never NaN.
+Enough: F is at the geometric mean of both thresholds or above, a fifth of the sequence slots stays free, and U is at
+target_utilization or below. In rising order of urgency read from the bottom. What comes out is between the least and
+the most replicas, never NaN.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from policies.freeness import freeness_of
 from policies.registry import PolicyError, number
 
-Reason = Literal["cold_start", "starting", "stale", "idle", "busy", "queue_wait", "ttft", "free", "steady"]
+Reason = Literal["cold_start", "starting", "stale", "idle", "busy", "saturated", "queue_wait", "ttft", "free", "steady"]
 
 FILL = 0.8  # of the fleet's sequence slots may be taken after a step
-GROWTH = 2  # a step up at most doubles the fleet, a step down at most halves it
+GROWTH, MORE = 2, 4  # a step up at most doubles the fleet or adds so many; a step down at most halves it
 LARGEST = 1e12  # figure; beyond it, and below 0, the replica does not know what it says
+DRAIN_S = 30.0  # a queue is to be gone in so long, whatever comes meanwhile
 FEW = 5  # first tokens that say nothing of a share yet
 
 
@@ -48,6 +61,8 @@ class Load:
 
     `queued_tokens`: prompt tokens not computed yet. `head_blocks`: KV blocks wanted by the head of its queue. `wait_s`:
     how long the oldest waiting request has had no token. `late` of the last `first_tokens` were later than promised.
+    `prompt_rate`: prompt tokens/s that arrived lately. `due_tokens`: prompt tokens of requests without a first token.
+    `full_rate`: prompt tokens/s that it computes when it has more than a step can take, 0: unknown.
     """
 
     age_s: float
@@ -62,6 +77,9 @@ class Load:
     wait_s: float = 0.0
     first_tokens: float = 0.0
     late: float = 0.0
+    prompt_rate: float = 0.0
+    due_tokens: float = 0.0
+    full_rate: float = 0.0
     draining: bool = False
 
     @property
@@ -74,7 +92,9 @@ class Load:
         """Whether all figures are numbers that a replica can have."""
         kv = (self.free_blocks, self.total_blocks, self.block_size, self.head_blocks, self.queued_tokens)
         requests = (self.running, self.waiting, self.max_num_seqs, self.wait_s, self.first_tokens, self.late)
-        return all(0 <= x <= LARGEST for x in (*kv, *requests)) and self.block_size >= 1 and self.max_num_seqs >= 1
+        prompts = (self.prompt_rate, self.due_tokens, self.full_rate)
+        figures = (*kv, *requests, *prompts)
+        return all(0 <= x <= LARGEST for x in figures) and self.block_size >= 1 and self.max_num_seqs >= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +113,25 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Replicas wanted, why, and F of the fleet with the present target (tokens per running request; inf: idle)."""
+    """Replicas wanted, why, and of the fleet with its present target F (tokens per request; inf: idle) and U."""
 
     replicas: int
     reason: Reason
     freeness: float = math.inf
+    utilization: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FreenessScaling:
     """scale_up_steps, scale_down_steps: thresholds of F in iterations. queue_wait_s: seconds. late_share: of the first
-    tokens. A replica that told nothing for `stale_s` seconds is silent.
+    tokens. target_utilization: of compute, after a step. A replica that told nothing for `stale_s` seconds is silent.
     """
 
     scale_up_steps: float = 160.0
     scale_down_steps: float = 960.0
     queue_wait_s: float = 5.0
     late_share: float = 0.1
+    target_utilization: float = 0.5
     stale_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -117,6 +139,7 @@ class FreenessScaling:
         high = number("scale_down_steps", self.scale_down_steps, "960 is the default.", above=0, high=LARGEST)
         number("queue_wait_s", self.queue_wait_s, "5 is the default.", above=0)
         number("late_share", self.late_share, "It is a share of first tokens; 0.1 is the default.", above=0, high=1)
+        number("target_utilization", self.target_utilization, "0.5 is the default.", above=0, high=0.95)
         number("stale_s", self.stale_s, "10 is the default.", above=0)
         if high <= low:
             field = "scale_down_steps"
@@ -126,7 +149,7 @@ class FreenessScaling:
         """Replicas wanted now; the windows are applied to it afterwards."""
         decision = self._decide(fleet)
         bounded = min(max(decision.replicas, fleet.least), fleet.most)
-        return Decision(bounded, decision.reason, decision.freeness)
+        return replace(decision, replicas=bounded)
 
     def _decide(self, fleet: Fleet) -> Decision:
         target = fleet.target
@@ -142,26 +165,39 @@ class FreenessScaling:
         demand = _Demand.of(told, (len(told) + silent) / len(told), queued)
         if demand.requests == 0:
             return Decision(target, "stale") if silent else Decision(0, "idle")
-        drained = sum(load.draining for load in told)
-        starting = target > len(told) + silent
-        free = demand.freeness(target - drained)
-        amid = demand.replicas(math.sqrt(self.scale_up_steps * self.scale_down_steps)) + drained
-        if free < self.scale_up_steps:
-            return Decision(min(amid, GROWTH * max(target, 1)), "busy", free)
-        if (pressure := self._pressure(told, free)) is not None:
-            return Decision(target, "starting", free) if starting else Decision(target + 1, pressure, free)
-        if free > self.scale_down_steps and amid < target:
-            fewer = max(amid, math.ceil(target / GROWTH))
-            if fewer < target:
-                return Decision(target, "stale", free) if silent else Decision(fewer, "free", free)
-        return Decision(target, "steady", free)
+        starting, drained = target > len(told) + silent, sum(load.draining for load in told)
+        free, used = demand.freeness(target - drained), demand.utilization(target - drained)
+        enough = self._enough(demand) + drained
+        wanted, reason = self._wanted(told, target, enough, starting, free, used)
+        if wanted < target and silent:
+            wanted, reason = target, "stale"
+        return Decision(wanted, reason, free, used)
 
-    def _pressure(self, told: Sequence[Load], free: float) -> Reason | None:
+    def _wanted(
+        self, told: Sequence[Load], target: int, enough: int, starting: bool, free: float, used: float
+    ) -> tuple[int, Reason]:
+        more = min(enough, max(GROWTH * target, target + MORE))
+        if free < self.scale_up_steps:
+            return more, "busy"
+        if used > (1 + self.target_utilization) / 2:
+            return more, "saturated"
+        tight = free <= self.scale_down_steps or used > self.target_utilization
+        if (pressure := self._pressure(told, tight)) is not None:
+            return (target, "starting") if starting else (target + 1, pressure)
+        if free > self.scale_down_steps and (fewer := max(enough, math.ceil(target / GROWTH))) < target:
+            return fewer, "free"
+        return target, "steady"
+
+    def _enough(self, demand: _Demand) -> int:
+        steps = math.sqrt(self.scale_up_steps * self.scale_down_steps)
+        return max(demand.replicas(steps), demand.computing(self.target_utilization))
+
+    def _pressure(self, told: Sequence[Load], tight: bool) -> Reason | None:
         if any(load.waiting > 0 and load.wait_s > self.queue_wait_s for load in told):
             return "queue_wait"
         first, late = sum(load.first_tokens for load in told), sum(load.late for load in told)
         # On a fleet with room to spare first tokens are late for what another replica does not change: long prompts.
-        if first >= FEW and late > self.late_share * first and free <= self.scale_down_steps:
+        if first >= FEW and late > self.late_share * first and tight:
             return "ttft"
         return None
 
@@ -183,6 +219,9 @@ class _Demand:
     requests: float
     size: float
     slots: float
+    prompt_rate: float  # tokens/s that arrive
+    due: float  # prompt tokens that wait for their first token
+    full_rate: float  # of one replica, 0: unknown
 
     @classmethod
     def of(cls, told: Sequence[Load], scale: float, queued: float) -> _Demand:
@@ -196,7 +235,20 @@ class _Demand:
             requests=running + scale * sum(load.waiting for load in told) + queued,
             size=sum(load.tokens for load in told) / len(told),
             slots=sum(load.max_num_seqs for load in told) / len(told),
+            prompt_rate=scale * sum(load.prompt_rate for load in told),
+            due=scale * sum(load.due_tokens for load in told),
+            full_rate=_mean([load.full_rate for load in told if load.full_rate >= 1]),
         )
+
+    def utilization(self, replicas: int) -> float:
+        """Share of what so many replicas compute that arrives, or has to, for the queue to be gone in DRAIN_S."""
+        if not self.full_rate:
+            return 0.0
+        return (self.prompt_rate + self.due / DRAIN_S) / (max(replicas, 1) * self.full_rate)
+
+    def computing(self, utilization: float) -> int:
+        """The fewest replicas that are utilised no more than that."""
+        return max(1, math.ceil(min(self.utilization(1) / utilization, LARGEST)))
 
     def freeness(self, replicas: int) -> float:
         """F of so many replicas under this demand."""
@@ -206,6 +258,10 @@ class _Demand:
         """The fewest that have F >= steps, and slots to spare, once all that waits runs."""
         tokens = steps * max(self.requests, 1.0) + self.held + max(self.wanted, self.queued)
         return max(1, math.ceil(tokens / self.size), math.ceil(self.requests / (FILL * self.slots)))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 @dataclass(slots=True)

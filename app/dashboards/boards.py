@@ -216,10 +216,21 @@ AUTOSCALING = Board(
                             "{{direction}} {{reason}}",
                         ),
                     ),
+                    width=12,
                 ),
                 Panel(
                     *("Freeness of the fleet", "short", "F by which the policy decides; not there while nothing runs."),
                     (Query("max(ray_tidegate_autoscaling_freeness_tokens)", "F"),),
+                    width=12,
+                ),
+                Panel(
+                    *(
+                        "Utilization of the fleet",
+                        "percentunit",
+                        "U by which it decides; 0 until a replica knows its rate.",
+                    ),
+                    (Query("max(ray_tidegate_autoscaling_utilization_ratio)", "U"),),
+                    width=12,
                 ),
                 Panel(
                     *("What presses", "s", "p95 of queue wait and TTFT, all tiers."),
@@ -227,6 +238,7 @@ AUTOSCALING = Board(
                         Query(quantile(0.95, "ray_tidegate_queue_wait_seconds", "", "").expr, "queue wait p95"),
                         Query(quantile(0.95, "ray_tidegate_time_to_first_token_seconds", "", "").expr, "TTFT p95"),
                     ),
+                    width=12,
                 ),
             ),
         ),

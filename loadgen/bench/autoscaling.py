@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -47,6 +48,13 @@ class Traffic:
     def seconds(self) -> float:
         """Until the last arrival, about."""
         return sum(lasting for lasting, _ in self.curve)
+
+    @property
+    def settled(self) -> float:
+        """Two start-up times after the rate is first at its highest, seconds: help can be there by then."""
+        high = max(rate for _, rate in self.curve)
+        before = itertools.takewhile(lambda piece: piece[1] < high, self.curve)
+        return sum(lasting for lasting, _ in before) + 2 * WINDOWS.startup_s
 
     @property
     def end(self) -> float:
@@ -174,6 +182,7 @@ def play(traffic: Traffic, scaling: Autoscaling, seed: int) -> dict[str, Any]:
     sizes = [(step.at, step.target) for step in scaled]
     return {
         **scaling_figures.of_run(outcome.records[:-1], sizes, rules, outcome.replica_s - after),
+        "later_p95_ttft_ms": scaling_figures.later(outcome.records[:-1], traffic.settled),
         "moves": outcome.moves,
         "longest_pause_s": max(outcome.pauses, default=None),
         "scaling": [(step.at, step.target, step.running, step.reason) for step in scaled],
@@ -186,6 +195,7 @@ def _print(console: Console, result: dict[str, Any]) -> None:
         "",
         "TTFT p50, s",
         "p95",
+        "p95 later",
         "replica-s",
         "most",
         "steps",
@@ -198,11 +208,13 @@ def _print(console: Console, result: dict[str, Any]) -> None:
         rows = []
         for policy in result["policies"]:
             runs = [r for r in result["runs"] if (r["traffic"], r["policy"]) == (traffic["name"], policy)]
+            later = [r["later_p95_ttft_ms"] for r in runs if r["later_p95_ttft_ms"] is not None]
             ends = [math.inf if r["to_min_s"] is None else r["to_min_s"] for r in runs]
             rows.append(
                 (
                     policy,
                     *(float(np.mean([r[key] for r in runs])) / 1e3 for key in ("p50_ttft_ms", "p95_ttft_ms")),
+                    float(np.mean(later)) / 1e3 if later else "-",
                     float(np.mean([r["replica_s"] for r in runs])),
                     *(max(r[key] for r in runs) for key in ("most", "steps", "reversals", "reversals_in_window")),
                     max(ends),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.metrics import RequestRecord, paired_ratio, summarise
+from loadgen.metrics import RequestRecord, paired_ratio, percentile, summarise
 
 KEYS = ("p50_ttft_ms", "p95_ttft_ms", "p99_ttft_ms", "p95_tpot_ms", "p95_e2el_ms")
 COMPARED = ("p95_ttft_ms", "replica_s")
@@ -101,6 +101,12 @@ def of_run(records: Sequence[RequestRecord], sizes: Sizes, rules: Rules, replica
         "not_ok": len(records) - outcomes["ok"],
         "outcomes": dict(outcomes),
     }
+
+
+def later(records: Sequence[RequestRecord], since: float) -> float | None:
+    """TTFT p95, ms, of the requests that were due after `since` seconds; None if there were none."""
+    waited = [record.ttft * 1e3 for record in records if record.due >= since and not record.error]
+    return percentile(waited, 95) if waited else None
 
 
 def compared(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:

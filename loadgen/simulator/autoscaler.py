@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from deployments.autoscaling import ARRIVALS_S, REMEMBERED_S
 from loadgen.simulator.replica import Clock, Replica
 from loadgen.simulator.scaling import SCALING, Autoscaling, Scaled
 from policies.autoscaling import Fleet as Demand
 from policies.autoscaling import Load, Windows
 
-REMEMBERED_S = 30.0  # first tokens (deployments/autoscaling.py)
 HAND_BACK_S = 5.0  # before a replica that drains is killed, its requests are sent again elsewhere
 
 
@@ -75,7 +75,8 @@ class Autoscaler:
         self._arrivals = 0
         promises: Sequence[float | None] = (tiers or {}).get("ttft_slo_s", ())
         self._slo_s = promises if any(promise is not None for promise in promises) else ()
-        self._unstarted: dict[int, tuple[int, float]] = {}  # requests without a token: tier, due
+        self._unstarted: dict[int, tuple[int, float, int]] = {}  # requests without a token: tier, due, prompt tokens
+        self._arrived: deque[tuple[float, int]] = deque()  # when, and prompt tokens
         self._came: dict[int, deque[tuple[float, bool]]] = {}  # replica -> its first tokens: when, whether late
 
     def start(self) -> None:
@@ -84,18 +85,20 @@ class Autoscaler:
 
     # --- what the cluster tells
 
-    def sent(self, request: int, tier: int, due: float) -> None:
-        """A request has come in."""
+    def sent(self, request: int, tier: int, due: float, tokens: int) -> None:
+        """A request with so many prompt tokens has come in."""
         self._ongoing += 1
         if not self._slo_s or self._promise(tier) is not None:
-            self._unstarted[request] = (tier, due)
+            self._unstarted[request] = (tier, due, tokens)
+            self._arrived.append((self._shop.clock.now, tokens))
 
     def first(self, request: int) -> None:
         """A request has its first token."""
         if (known := self._unstarted.pop(request, None)) is not None:
             now = self._shop.clock.now
             came = self._came.setdefault(self._shop.place_of(request), deque())
-            came.append((now, self._late(*known, now)))
+            tier, due, _ = known
+            came.append((now, self._late(tier, due, now)))
 
     def ended(self, request: int) -> None:
         """A request has its last token, or leaves, or is refused."""
@@ -202,7 +205,9 @@ class Autoscaler:
         while came and came[0][0] < now - REMEMBERED_S:
             came.popleft()
         mine = [known for request, known in self._unstarted.items() if self._shop.place_of(request) == index]
-        overdue = sum(self._late(tier, due, now) for tier, due in mine)
+        overdue = sum(self._late(tier, due, now) for tier, due, _ in mine)
+        while self._arrived and self._arrived[0][0] < now - ARRIVALS_S:
+            self._arrived.popleft()
         return Load(
             age_s=0.0,
             free_blocks=figures.free_blocks,
@@ -213,10 +218,14 @@ class Autoscaler:
             queued_tokens=figures.queued_tokens,
             head_blocks=figures.head_blocks,
             max_num_seqs=figures.max_num_seqs,
-            wait_s=max((now - due for _, due in mine), default=0.0),
+            wait_s=max((now - due for _, due, _ in mine), default=0.0),
             first_tokens=len(came) + overdue,
             late=sum(late for _, late in came) + overdue,
             draining=replica.state != "serving",
+            full_rate=figures.full_rate,
+            due_tokens=sum(tokens for _, _, tokens in mine),
+            # Which replica they came to does not matter: the policy adds them up.
+            prompt_rate=sum(tokens for _, tokens in self._arrived) / ARRIVALS_S / len(self._running),
         )
 
     def _promise(self, tier: int) -> float | None:

@@ -138,7 +138,7 @@ class Cluster:
             self._abort(other)
             self._ledger.refused(other, 429, "shed", router.retry_after(self.jobs[other].tier))
         if self._scaling is not None:
-            self._scaling.sent(number, job.tier, job.due)
+            self._scaling.sent(number, job.tier, job.due, job.prompt_tokens)
         router.enter(number, job.tier, job.due)
         self.send(number)
         if job.patience is not None:

@@ -172,9 +172,14 @@ def test_before_the_engine_has_figures_nothing_is_recorded() -> None:
     assert stats(None, FirstTokens([]), False) == {}
 
 
-def submission(rid: str, tier: int = 0, output: tuple[int, ...] = ()) -> Submit:
+def submission(rid: str, tier: int = 0, output: tuple[int, ...] = (), prompt: int = 1, hop: int = 0) -> Submit:
     """A sequence that arrived at 1000 s."""
-    return Submit(rid, 0, "tcp://a", [1], b"", 1000.0, priority=tier, output=list(output))
+    return Submit(rid, 0, "tcp://a", [1] * prompt, b"", 1000.0, priority=tier, output=list(output), hop=hop)
+
+
+def waits(first_tokens: FirstTokens) -> dict[str, float]:
+    """What is recorded of the time until the first token."""
+    return {name: first_tokens.record()[name] for name in ("wait_s", "first_tokens", "late")}
 
 
 def watched(first_tokens: FirstTokens, submit: Submit, answer: asyncio.Event) -> Any:
@@ -206,16 +211,46 @@ def test_first_tokens_are_held_against_their_tiers_promise() -> None:
         clock.now += 1.0
         soon.set()
         await tasks[0]
-        assert first_tokens.record() == {"wait_s": 1.0, "first_tokens": 1.0, "late": 0.0}
+        assert waits(first_tokens) == {"wait_s": 1.0, "first_tokens": 1.0, "late": 0.0}
         clock.now += 4.0
-        assert first_tokens.record() == {"wait_s": 5.0, "first_tokens": 2.0, "late": 1.0}
+        assert waits(first_tokens) == {"wait_s": 5.0, "first_tokens": 2.0, "late": 1.0}
         later.set()
         await asyncio.gather(*tasks)
-        assert first_tokens.record() == {"wait_s": 0.0, "first_tokens": 3.0, "late": 1.0}
+        assert waits(first_tokens) == {"wait_s": 0.0, "first_tokens": 3.0, "late": 1.0}
         clock.now += 31.0
-        assert first_tokens.record() == {"wait_s": 0.0, "first_tokens": 0.0, "late": 0.0}
+        assert waits(first_tokens) == {"wait_s": 0.0, "first_tokens": 0.0, "late": 0.0}
 
     asyncio.run(scenario())
+
+
+def test_prompt_tokens_are_counted_where_they_arrive_and_while_they_wait() -> None:
+    """Tokens/s of the last ten seconds, of tiers with a promise; what moves here arrived elsewhere, but waits here."""
+
+    async def scenario() -> None:
+        clock, answer = Clock(), asyncio.Event()
+        first_tokens = FirstTokens([2.0, None], clock)
+        came = [submission("a", prompt=100), submission("moved", prompt=30, hop=1), submission("b", tier=1, prompt=900)]
+        tasks = [watched(first_tokens, submit, answer) for submit in came]
+        await asyncio.sleep(0)
+        clock.now += 4.0
+        told = first_tokens.record()
+        assert (told["prompt_rate"], told["due_tokens"]) == (100 / 10, 130.0)
+        answer.set()
+        await asyncio.gather(*tasks)
+        clock.now += 7.0
+        told = first_tokens.record()
+        assert (told["prompt_rate"], told["due_tokens"]) == (0.0, 0.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_of_an_older_version_scales_by_its_memory() -> None:
+    """One that reports nothing of its prompts holds nobody up, whatever the others compute."""
+    ctx = context({R1: (1.0, busy(31))}, 1.0)
+    new = {"full_rate", "prompt_rate", "due_tokens"}
+    raw = {name: series for name, series in ctx.raw_metrics.items() if name not in new}
+    assert len(raw) == len(ctx.raw_metrics) - len(new)
+    assert FreenessPolicy()(context({R1: (1.0, busy(31))}, 1.0, raw_metrics=lambda: raw)) == (2, {"reason": "busy"})
 
 
 def test_without_promises_every_request_counts_as_waiting() -> None:
@@ -227,7 +262,7 @@ def test_without_promises_every_request_counts_as_waiting() -> None:
         task = watched(first_tokens, submission("a", tier=1), answer)
         await asyncio.sleep(0)
         clock.now += 7.0
-        assert first_tokens.record() == {"wait_s": 7.0, "first_tokens": 0.0, "late": 0.0}
+        assert waits(first_tokens) == {"wait_s": 7.0, "first_tokens": 0.0, "late": 0.0}
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert first_tokens.record()["wait_s"] == 0.0

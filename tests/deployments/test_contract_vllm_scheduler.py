@@ -125,6 +125,7 @@ def test_running_order_and_limits_are_read_in_each_step(untouched: Any) -> None:
     output = untouched.schedule()
     assert output.num_scheduled_tokens == {"waits": 1}
     assert output.total_num_scheduled_tokens == 1
+    assert output.scheduled_new_reqs == []
 
 
 def test_free_request_is_called_once_however_a_request_ends() -> None:

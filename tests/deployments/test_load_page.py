@@ -16,7 +16,7 @@ from deployments.load_page import RING, Figures, LoadPage, LoadPageError, page_p
 
 def figures(n: int) -> Figures:
     """Figures that all say `n`, so that a torn record shows."""
-    return Figures._make([float(n), *[n] * 12, *[(n,) * (n % 17)] * 3, 0, 0])
+    return Figures._make([float(n), *[n] * 12, n / 4, *[(n,) * (n % 17)] * 3, 0, 0])
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_figures_arrive_as_written(page: LoadPage, name: str) -> None:
     """A reader gets every field of the newest figures, and none before the first write."""
     other = LoadPage.open(name)
     assert other.read() is None
-    wide = Figures(1.5, 2**40, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, tuple(range(16)), (2**32 - 1,) * 16, (7,) * 16)
+    wide = Figures(1.5, 2**40, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0.25, tuple(range(16)), (2**32 - 1,) * 16, (7,) * 16)
     assert page.write(figures(1)) == 1
     assert page.write(wide, [5, 6]) == 2
     assert other.read() == wide._replace(admitted=2, version=2)

@@ -79,7 +79,7 @@ def test_report_carries_the_figures() -> None:
 
     async def main() -> None:
         async with fleet("a") as f:
-            f.pages["a"].write(Figures(7.5, 1, 2, 16, 4, 5, 6, 7, 8, 9, 10, 11, 0, (0, 4, 0), (2, 0, 3)), [3])
+            f.pages["a"].write(Figures(7.5, 1, 2, 16, 4, 5, 6, 7, 8, 9, 10, 11, 0, 0.0, (0, 4, 0), (2, 0, 3)), [3])
             await f.until(lambda: f.heard[-1].t == 7.5)
             got = f.heard[-1]
             assert (got.free_blocks, got.total_blocks, got.block_size, got.running, got.waiting) == (1, 2, 16, 4, 5)

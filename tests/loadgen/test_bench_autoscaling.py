@@ -105,6 +105,15 @@ def test_ratios_are_of_the_same_traffic_and_seed() -> None:
     assert row["replica_s"]["mean"] == pytest.approx(0.5)
 
 
+def test_later_requests_are_those_after_the_first_rise_and_its_start_up() -> None:
+    """120 s after the rate is first at its highest; nothing where nobody comes then."""
+    step, short, _, long, zero = autoscaling.traffics()
+    assert [traffic.settled for traffic in (step, short, long, zero)] == [240.0, 120.0, 120.0, 600.0]
+    records = [served(ttft=9.0, due=10.0), served(ttft=1.0, due=120.0), served(ttft=1.0, due=500.0)]
+    assert scaling_figures.later(records, 120.0) == 1000.0
+    assert scaling_figures.later(records, 600.0) is None
+
+
 def test_traffic_follows_its_curve() -> None:
     """Every policy gets the same requests; there are none in a silence, and none after the end."""
     *_, zero = autoscaling.traffics()

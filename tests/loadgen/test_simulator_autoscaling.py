@@ -113,6 +113,32 @@ def test_serves_default_policy_counts_requests() -> None:
     assert targets(short) == [1]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_an_engine_finds_out_what_it_can_compute(asynchronous: bool) -> None:
+    """256 tokens in a tenth of a second, less those that it decodes; nothing while it can take all that comes."""
+    shape = Shape(2000, 1024, max_num_seqs=64, max_num_batched_tokens=256, asynchronous=asynchronous)
+    found = []
+    for rate in (10.0, 40.0):
+        cluster = Cluster(fleet(None, shape=shape))
+        cluster.run(wave(20.0, rate, tokens=2))
+        found.append(cluster.replicas[0].figures().full_rate)
+    assert found[0] == 0.0
+    assert 2400 < found[1] < 2560
+
+
+def test_a_fleet_that_cannot_compute_more_grows_though_it_has_memory() -> None:
+    """3000 prompt tokens/s for a replica that computes 2500: help comes long before its memory is full, and goes."""
+    shape = Shape(4000, 1024, max_num_seqs=256, max_num_batched_tokens=256, asynchronous=False)
+    jobs = [*wave(60.0, 30.0, tokens=5), *wave(60.0, 2.0, tokens=5, begin=60.0)]
+    outcome = Cluster(fleet(shape=shape, migration=Migration())).run(jobs)
+    assert [step.reason for step in outcome.scaling[:2]] == ["start", "saturated"]
+    assert outcome.scaling[1].at < 10.0
+    assert "busy" not in {step.reason for step in outcome.scaling}
+    settled = [r.ttft for r in outcome.records if 30.0 < r.due < 60.0]
+    assert max(settled) < 1.0
+    assert targets(outcome)[-1] == 1
+
+
 def test_promises_scale_up() -> None:
     """First tokens later than promised ask for a replica, though the KV cache would do."""
     tiers = {"headroom": [0.0], "aging_s": [30.0], "ttft_slo_s": [0.3]}

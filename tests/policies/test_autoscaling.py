@@ -36,6 +36,9 @@ any_load = st.builds(
     wait_s=figure,
     first_tokens=figure,
     late=figure,
+    prompt_rate=figure,
+    due_tokens=figure,
+    full_rate=figure,
     draining=st.booleans(),
 )
 
@@ -54,6 +57,11 @@ def load(running: int = 0, waiting: int = 0, **told: Any) -> Load:
         max_num_seqs=SEQS,
         **told,
     )
+
+
+def prompts(rate: float, running: int = 8, **told: Any) -> Load:
+    """A replica to which so many prompt tokens/s come, of 1000 that it computes."""
+    return load(running, prompt_rate=float(rate), full_rate=1000.0, **told)
 
 
 def fleet(*loads: Load, target: int | None = None, least: int = 1, most: int = 8, queued: float = 0.0) -> Fleet:
@@ -79,11 +87,24 @@ def test_whatever_replicas_say_the_answer_is_a_number_within_bounds(
     assert not math.isnan(decision.freeness)
 
 
-@given(st.lists(st.tuples(st.integers(0, SEQS), st.integers(0, 60)), min_size=1, max_size=8), st.integers(1, 12))
-@settings(max_examples=150, deadline=None)
-def test_constant_demand_never_turns_it_round(per_replica: list[tuple[int, int]], target: int) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(0, SEQS), st.integers(0, 60), st.floats(0, 3000), st.floats(0, 3e4)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 12),
+    st.sampled_from([0.0, 1000.0]),
+)
+@settings(max_examples=200, deadline=None)
+def test_constant_demand_never_turns_it_round(
+    per_replica: list[tuple[int, int, float, float]], target: int, full_rate: float
+) -> None:
     """What a step up leads to calls for no step down, and the reverse, whatever the load was."""
-    loads = [load(*pair) for pair in per_replica]
+    loads = [
+        load(running, waiting, prompt_rate=rate, due_tokens=due, full_rate=full_rate)
+        for running, waiting, rate, due in per_replica
+    ]
     first = SCALING.decide(fleet(*loads, target=target, least=0, most=1000))
     then = SCALING.decide(fleet(*loads, target=first.replicas, least=0, most=1000))
     assert (then.replicas - first.replicas) * (first.replicas - target) >= 0
@@ -107,7 +128,21 @@ def test_constant_demand_never_turns_it_round(per_replica: list[tuple[int, int]]
         ([load(20, first_tokens=20, late=1)], {}, (1, "steady")),
         ([load(20, first_tokens=3, late=3)], {}, (1, "steady")),  # too few to tell
         ([load(1, first_tokens=20, late=20)], {}, (1, "steady")),  # free: no other replica would be faster
+        ([prompts(900)], {}, (2, "saturated")),  # 900 of 1000 tokens/s; two compute 1000 at a utilization of 0.5
+        ([prompts(700)], {}, (1, "steady")),
+        ([prompts(2000)], {"target": 3}, (3, "steady")),
+        ([prompts(400, due_tokens=3e4)], {}, (3, "saturated")),  # and 1000 for the queue to be gone in 30 s
+        ([prompts(400, due_tokens=3e4)], {"target": 2}, (2, "steady")),  # when help has come it will be
+        ([prompts(1e6)], {"most": 100}, (5, "saturated")),  # four more at most, or twice as many
+        ([prompts(9e4)] * 10, {"most": 100}, (20, "saturated")),
+        ([prompts(900), load(8, prompt_rate=900.0)], {}, (4, "saturated")),  # one has yet to find out its rate
+        ([load(8, prompt_rate=1e5, due_tokens=1e5)], {}, (1, "steady")),  # nobody knows
+        ([prompts(600, running=1, first_tokens=20, late=20)], {}, (2, "ttft")),
+        ([prompts(300, running=1, first_tokens=20, late=20)], {}, (1, "steady")),
         ([load(2), load(2), load(2)], {}, (2, "free")),
+        ([prompts(330, running=2)] * 3, {}, (2, "free")),
+        ([prompts(600, running=2)] * 3, {}, (3, "steady")),  # two would have a utilization of 0.9
+        ([prompts(300, running=2, due_tokens=3000.0)] * 3, {}, (3, "steady")),  # a queue: two would be slow with it
         ([load(1)] * 8, {}, (4, "free")),  # a step at most halves it
         ([load(2, age_s=60.0), load(2), load(2)], {}, (3, "stale")),
         ([load(29, age_s=60.0)], {}, (1, "stale")),
@@ -143,6 +178,7 @@ def test_a_fleet_that_is_free_for_its_memory_keeps_slots() -> None:
         ({"scale_down_steps": math.nan}, "scale_down_steps"),
         ({"queue_wait_s": -1}, "queue_wait_s"),
         ({"late_share": 2}, "late_share"),
+        ({"target_utilization": 1.0}, "target_utilization"),
         ({"stale_s": 0}, "stale_s"),
     ],
 )
