@@ -118,7 +118,9 @@ class FirstTokens:
             if submit.output or not self._counts(submit.priority):
                 return await generate(submit, entries, emit)
             if submit.hop == 0:  # what moves here has arrived before
-                self._arrived.append((self._clock(), len(submit.prompt)))
+                now = self._clock()
+                self._forget(now)
+                self._arrived.append((now, len(submit.prompt)))
             key = id(submit)
 
             def noticed(delta: Delta) -> None:

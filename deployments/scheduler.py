@@ -232,7 +232,7 @@ class PolicySchedulerMixin(Scheduler):
         if not tokens:
             return 0, False
         for new in output.scheduled_new_reqs:
-            if scheduled[new.req_id] > 1:  # else it came with its KV
+            if scheduled.get(new.req_id, 0) > 1:  # else it came with its KV
                 tokens += new.num_computed_tokens
         behind = self.waiting.tokens > 0 or any(r.num_tokens > r.num_computed_tokens for r in self._inflight_prefills)
         return tokens, behind and 2 * total >= self.max_num_scheduled_tokens
