@@ -14,9 +14,9 @@ F is room in memory, which a fleet that cannot compute more has for a while. So 
     U(n) = (prompt tokens/s that arrive + prompt tokens that wait / 30 s) / (n * R)         1: all that n can compute
 
 R = prompt tokens/s that a replica computes while it has more than a step can take, as replicas measured it; until one
-had to, it is unknown and U is 0. What waits does not count while replicas start: these will see to it. Sources: target
-utilization is the rule of Kubernetes' HPA and of Serve (there by requests), the queue by its time to drain that of
-Chiron (Patke et al., arXiv 2501.08090), "twice or four more" is HPA's default. The rest and the windows are ours.
+had to, it is unknown and U is 0. Sources: target utilization is the rule of Kubernetes' HPA and of Serve (there by
+requests), the queue by its time to drain that of Chiron (Patke et al., arXiv 2501.08090), "twice or four more" is HPA's
+default. The other signals and the windows are ours.
 
 | reason | when | target |
 |---|---|---|
@@ -166,19 +166,17 @@ class FreenessScaling:
         if demand.requests == 0:
             return Decision(target, "stale") if silent else Decision(0, "idle")
         starting, drained = target > len(told) + silent, sum(load.draining for load in told)
-        # Replicas that start will have room for the queue as well: until they do only arrivals call for more.
-        drain_s = math.inf if starting else DRAIN_S
-        free, used = demand.freeness(target - drained), demand.utilization(target - drained, drain_s)
-        more = min(self._enough(demand, drain_s) + drained, max(GROWTH * target, target + MORE))
-        fewer = max(self._enough(demand, DRAIN_S) + drained, math.ceil(target / GROWTH))
-        wanted, reason = self._wanted(told, target, more, fewer, starting, free, used)
+        free, used = demand.freeness(target - drained), demand.utilization(target - drained)
+        enough = self._enough(demand) + drained
+        wanted, reason = self._wanted(told, target, enough, starting, free, used)
         if wanted < target and silent:
             wanted, reason = target, "stale"
         return Decision(wanted, reason, free, used)
 
     def _wanted(
-        self, told: Sequence[Load], target: int, more: int, fewer: int, starting: bool, free: float, used: float
+        self, told: Sequence[Load], target: int, enough: int, starting: bool, free: float, used: float
     ) -> tuple[int, Reason]:
+        more = min(enough, max(GROWTH * target, target + MORE))
         if free < self.scale_up_steps:
             return more, "busy"
         if used > (1 + self.target_utilization) / 2:
@@ -186,13 +184,13 @@ class FreenessScaling:
         tight = free <= self.scale_down_steps or used > self.target_utilization
         if (pressure := self._pressure(told, tight)) is not None:
             return (target, "starting") if starting else (target + 1, pressure)
-        if free > self.scale_down_steps and fewer < target:
+        if free > self.scale_down_steps and (fewer := max(enough, math.ceil(target / GROWTH))) < target:
             return fewer, "free"
         return target, "steady"
 
-    def _enough(self, demand: _Demand, drain_s: float) -> int:
+    def _enough(self, demand: _Demand) -> int:
         steps = math.sqrt(self.scale_up_steps * self.scale_down_steps)
-        return max(demand.replicas(steps), demand.computing(self.target_utilization, drain_s))
+        return max(demand.replicas(steps), demand.computing(self.target_utilization))
 
     def _pressure(self, told: Sequence[Load], tight: bool) -> Reason | None:
         if any(load.waiting > 0 and load.wait_s > self.queue_wait_s for load in told):
@@ -242,15 +240,15 @@ class _Demand:
             full_rate=_mean([load.full_rate for load in told if load.full_rate >= 1]),
         )
 
-    def utilization(self, replicas: int, drain_s: float) -> float:
-        """Share of what so many replicas compute that arrives, or has to, for the queue to be gone in `drain_s`."""
+    def utilization(self, replicas: int) -> float:
+        """Share of what so many replicas compute that arrives, or has to, for the queue to be gone in DRAIN_S."""
         if not self.full_rate:
             return 0.0
-        return (self.prompt_rate + self.due / drain_s) / (max(replicas, 1) * self.full_rate)
+        return (self.prompt_rate + self.due / DRAIN_S) / (max(replicas, 1) * self.full_rate)
 
-    def computing(self, utilization: float, drain_s: float) -> int:
+    def computing(self, utilization: float) -> int:
         """The fewest replicas that are utilised no more than that."""
-        return max(1, math.ceil(min(self.utilization(1, drain_s) / utilization, LARGEST)))
+        return max(1, math.ceil(min(self.utilization(1) / utilization, LARGEST)))
 
     def freeness(self, replicas: int) -> float:
         """F of so many replicas under this demand."""
