@@ -19,6 +19,7 @@ _FLAGS = [
     *("--disable-component-update", "--disable-sync"),
 ]
 DESKTOP, PHONE = (1280, 900), (390, 844)
+PATIENCE_MS = 120_000  # beside a fleet that has all cores
 
 
 @dataclass
@@ -53,6 +54,7 @@ def opened(
             color_scheme=scheme,
             **more,
         )
+        context.set_default_timeout(PATIENCE_MS)
         page = context.pages[0]
         watched, host = Watched(page), urlsplit(url).netloc
         page.on("console", lambda message: watched.said.append(f"{message.type}: {message.text}"))

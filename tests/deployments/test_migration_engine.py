@@ -238,7 +238,9 @@ def model_of_even_heads(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("length", [50, 500, 2000])
+@pytest.mark.parametrize(
+    "length", [pytest.param(50, marks=pytest.mark.soak), 500, pytest.param(2000, marks=pytest.mark.soak)]
+)
 def test_lengths_and_cuts(pair: Pair, length: int) -> None:
     """Short and long prompts, moved after 1, 17 and 64 tokens, greedy and seeded: one token in B's first step."""
 
@@ -258,8 +260,8 @@ def test_moves_under_kv_pressure() -> None:
 
     async def play() -> None:
         async with engines(blocks=40, max_model_len=1024) as (a, b):
-            prompts = [prompt(130, seed) for seed in range(6)]
-            stayed = [await whole(a, tokens, max_tokens=120) for tokens in prompts]
+            prompts = [prompt(130, seed) for seed in range(10)]
+            stayed = await asyncio.gather(*(whole(a, tokens, max_tokens=120) for tokens in prompts))
             sequences = [Sequence(tokens, max_tokens=120) for tokens in prompts]
             for i, sequence in enumerate(sequences):
                 sequence.begin((a, b)[i % 2])

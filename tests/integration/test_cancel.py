@@ -110,7 +110,6 @@ def test_disconnects_are_no_errors(fleet: Server) -> None:
     assert "Traceback" not in fleet.log.read_text(errors="replace")[before:]
 
 
-@pytest.mark.slow
 def test_many_random_disconnects_leak_nothing(fleet: Server, probe: Probe) -> None:
     """A hundred clients that leave at random moments leave nothing behind."""
     free = probe.total("free_blocks")

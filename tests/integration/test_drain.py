@@ -113,10 +113,10 @@ def process(elastic: Server, mover: Mover, role: str, source: str, destination: 
 @pytest.mark.parametrize(
     ("role", "after_s"),
     [
-        ("source", 0.05),
+        pytest.param("source", 0.05, marks=pytest.mark.soak),
         ("source engine", 0.3),
         ("destination", 0.3),
-        ("destination engine", 0.05),
+        pytest.param("destination engine", 0.05, marks=pytest.mark.soak),
         ("coordinator", 0.1),
     ],
 )
@@ -194,6 +194,7 @@ def test_a_new_version_under_load(elastic: Server, mover: Mover, unmoved: Unmove
     load.check()
 
 
+@pytest.mark.soak
 def test_drains_and_moves_at_random(elastic: Server, mover: Mover, unmoved: Unmoved) -> None:
     """Half a minute of drains taken back at any moment, while streams move: all answers are right."""
     chance = random.Random(5)

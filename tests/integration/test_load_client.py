@@ -54,7 +54,6 @@ def load(server: Server, out: Path, *options: str, url: str | None = None, **env
     return json.loads((out / results.RUN).read_text())
 
 
-@pytest.mark.slow
 def test_the_fleet_answers_as_plain_vllm(plain: Server, fleet: Server, tmp_path: Path) -> None:
     """The same workload on both has the same answers token by token, and vLLM's own page counts what was sent."""
     lengths, arrivals = "fixed:prompt=40,answer=12", "poisson:rate=4"
@@ -224,7 +223,7 @@ def test_other_tools_agree(measure: Callable[[Tool], load_tools.Medians], tool: 
         assert low * (1 - AGREE) <= value <= high * (1 + AGREE), name
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_kill_at_its_time(fleet2keys: Fleet, workload: Path, reference: Path, tmp_path: Path) -> None:
     """A hook kills a replica: its requests go on elsewhere, none is cut, and the answers are exact."""
     until(lambda: len(serving(fleet2keys)) == 2, 60, "both replicas")

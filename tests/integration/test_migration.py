@@ -19,9 +19,9 @@ from .servers import MAX_NUM_SEQS, TIER_GRACE_S, Server, until
 from .shapes import CHAT, COMPLETIONS, COUNTING, MESSAGES, RESPONSES, STREAM, chat, complete, message, respond
 from .traces import check_moved_once, collecting, logged
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-SOAK_S = 60.0
+SOAK_S = 30.0
 ENDLESS: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
 SAMPLED = {"temperature": 0.9, "seed": 5}
 DETAILS = {"logprobs": True, "top_logprobs": 2}
@@ -127,13 +127,12 @@ def to_and_fro(mover: Mover, places: tuple[str, str], answers: Sequence[Reading]
     return moved
 
 
-@pytest.mark.parametrize("hops", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hops", [1, 5])
 def test_moved_streams_are_the_unmoved_ones(mover: Mover, unmoved: Unmoved, hops: int) -> None:
     """Prompts of 50, 500 and 2,000 tokens, moved at once: text, log-probabilities, finish and usage are equal."""
     follow(mover, unmoved, [of_length(tokens) for tokens in (50, 500, 2000)], hops)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hops", [2, 5])
 def test_a_long_stream_is_the_unmoved_one(mover: Mover, unmoved: Unmoved, hops: int) -> None:
     """The same for a prompt of 4,000 tokens."""
@@ -156,7 +155,7 @@ def follow(mover: Mover, unmoved: Unmoved, requests: list[Request], hops: int) -
     unmoved.check(requests, answers)
 
 
-@pytest.mark.parametrize("requests", [FIRST, pytest.param(SECOND, marks=pytest.mark.slow)], ids=["sampling", "apis"])
+@pytest.mark.parametrize("requests", [FIRST, SECOND], ids=["sampling", "apis"])
 def test_every_kind_of_request_moves(mover: Mover, unmoved: Unmoved, requests: list[Request]) -> None:
     """Whatever is asked of sampling, structure, stop strings and API survives being moved again and again.
 
@@ -173,7 +172,6 @@ def test_every_kind_of_request_moves(mover: Mover, unmoved: Unmoved, requests: l
         assert min(of_request.values()) >= 2, of_request
 
 
-@pytest.mark.slow
 def test_cuts_inside_characters(pair: Server, mover: Mover, unmoved: Unmoved) -> None:
     """Text is equal wherever a move cuts the bytes of a character, and many cuts did fall inside one."""
     body = chat(**EMOJI, max_tokens=60, ignore_eos=True, return_token_ids=True, **STREAM)
@@ -220,7 +218,6 @@ def test_a_waiting_request_moves(mover: Mover, unmoved: Unmoved) -> None:
     unmoved.check([waits], [answer])
 
 
-@pytest.mark.slow
 def test_clients_that_leave_during_a_move(mover: Mover) -> None:
     """A client that hangs up at any moment of a move leaves nothing on either replica, and the move ends."""
     chance = random.Random(4)
@@ -281,7 +278,6 @@ def test_a_loaded_replica_gives_to_an_idle_one(mover: Mover, unmoved: Unmoved) -
     assert mover.coordinator("state")["moves"]["balance"]["done"] >= 2
 
 
-@pytest.mark.slow
 def test_a_higher_tier_gets_its_place_by_a_move(mover: Mover, unmoved: Unmoved) -> None:
     """A critical request that finds its replica full of background work is served there, as one of that work moves to
     the other replica: nothing is preempted, and all answers are the unmoved ones.
@@ -366,9 +362,8 @@ def test_a_request_that_is_gone_is_no_error(mover: Mover) -> None:
     assert hop(mover, first, second, 3) == []
 
 
-@pytest.mark.slow
 def test_soak(pair: Server, mover: Mover, unmoved: Unmoved) -> None:
-    """Minutes of moves, drains and clients that leave: every answer is right, and nothing is left."""
+    """Half a minute of moves, drains and clients that leave: every answer is right, and nothing is left."""
     chance = random.Random(20)
     requests = [*REQUESTS.values(), *(of_length(tokens) for tokens in (50, 500, 2000))]
     unmoved.learn(requests)

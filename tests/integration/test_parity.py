@@ -17,11 +17,7 @@ from .shapes import CHAT, COMPLETIONS, SHAPES, chat, complete
 pytestmark = pytest.mark.integration
 
 
-#: Two of five shapes wait for the slow run; the rest still has every endpoint and feature.
-ROWS = [
-    pytest.param(*row[1:], id=row[0], marks=[pytest.mark.slow] if index % 5 in (1, 3) else [])
-    for index, row in enumerate(SHAPES)
-]
+ROWS = [pytest.param(*row[1:], id=row[0]) for row in SHAPES]
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ROWS)

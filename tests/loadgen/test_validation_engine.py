@@ -43,8 +43,9 @@ def test_calibration_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two short sweeps on a real engine give step times that grow with the prompt and with the batch."""
+    monkeypatch.setattr(measure, "ENGINE", {**ENGINE, "max_model_len": 512})
     monkeypatch.setattr(measure, "BATCHES", (1, 8))
-    monkeypatch.setattr(measure, "PROMPTS", (60, 500))
+    monkeypatch.setattr(measure, "PROMPTS", (60, 400))
     rows, out = tmp_path / "steps.csv", tmp_path / "step-times.json"
     assert main(["calibrate", str(rows), "--measure", "--runs", "2", "--out", str(out)]) == 0
     assert {row.run for row in calibrate.read(rows)} == {"run0", "run1"}
