@@ -87,6 +87,7 @@ async def play(
         page.close()
 
 
+@pytest.mark.soak
 def test_engine_runs_our_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy answers under larry equal those under fcfs, and the page follows the load up and back to idle."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")

@@ -94,7 +94,7 @@ def bodies() -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("title", [ENGINE, REPLICA])
+@pytest.mark.parametrize("title", [ENGINE, pytest.param(REPLICA, marks=pytest.mark.soak)])
 def test_kill_9_in_mid_stream(fleet2: Server, probe: Probe, title: str) -> None:
     """Streams whose engine or replica is killed go on elsewhere, and their text is that of an undisturbed run.
 

@@ -133,7 +133,7 @@ def test_moved_streams_are_the_unmoved_ones(mover: Mover, unmoved: Unmoved, hops
     follow(mover, unmoved, [of_length(tokens) for tokens in (50, 500, 2000)], hops)
 
 
-@pytest.mark.parametrize("hops", [2, 5])
+@pytest.mark.parametrize("hops", [2, pytest.param(5, marks=pytest.mark.soak)])
 def test_a_long_stream_is_the_unmoved_one(mover: Mover, unmoved: Unmoved, hops: int) -> None:
     """The same for a prompt of 4,000 tokens."""
     follow(mover, unmoved, [of_length(4000)], hops)

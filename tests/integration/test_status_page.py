@@ -93,7 +93,6 @@ def test_drain_by_the_page_while_streams_run(fleet: Fleet, page: Watched, tmp_pa
         until(lambda: all(answer.pieces > 5 for answer in answers), 60, "tokens of each stream")
         until(lambda: fleet.status()["totals"]["running"] == 4, 30, "four running on the page")
         busy = max(fleet.status()["replicas"], key=lambda replica: replica["running"])
-        shoot(page, LOGS / "status-page-busy.png")
         assert sum(tier["blocks"] for tier in busy["tiers"]) > 0
         assert not answers[0].ended.is_set(), "the streams were over before the drain"
         page.page.click(f'button[data-drain="{busy["id"]}"]')
