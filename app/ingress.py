@@ -48,8 +48,8 @@ class Ingress:
         config = load_config(raw_config)
         if (problem := config.api_keys.public_problem(http_host())) is not None:
             raise ConfigError([problem])
-        tracing.start(config.tracing.settings(), "Ingress", serve.get_replica_context().replica_id.unique_id)
         keys = read_keys(config.api_keys, config.tiers.names, os.environ)
+        tracing.start(config.tracing.settings(), "Ingress", serve.get_replica_context().replica_id.unique_id)
         self._reception = Reception(config, keys)
         self._log = None
         if config.ingress.request_log is not None:

@@ -16,6 +16,7 @@ EACH = 150
 SERVERS = 4
 WORKLOADS = ("chat", "code")
 ERRORS = (0.1, 0.3, 1.0, 3.0, 10.0)
+BETA_MEMORY = (1.0, 0.2)  # share of the KV cache
 RATES_HZ = (1, 2, 5, 10, 30, 100)
 LIMITS = (512, 1024, 2048, 4096)
 MEMORY = (0.1, 0.2, 0.5, 1.0)
@@ -54,7 +55,8 @@ def _play(condition: Condition, scale: float, seed: int, **more: Any) -> Figures
 def _beta(condition: Condition, seed: int, scale: float) -> Figures:
     error = float(condition["error"])
     beta = {} if error == 0 else {"beta": BETAS[str(condition["workload"])] * error}
-    return _play(condition, scale, seed, servers=SERVERS, balancing={"name": "sal", **beta})
+    memory = float(condition["memory"])
+    return _play(condition, scale, seed, servers=SERVERS, memory=memory, balancing={"name": "sal", **beta})
 
 
 def _reports(condition: Condition, seed: int, scale: float) -> Figures:
@@ -85,7 +87,9 @@ def _predicted(condition: Condition, seed: int, scale: float) -> Figures:
 
 def _draw_beta(results: Results) -> Mapping[str, Plot]:
     groups = [("learned" if e == 0 else f"x {e:g}", {"error": e}) for e in (0.0, *ERRORS)]
-    series = [(w, {"workload": w}) for w in WORKLOADS]
+    series: list[tuple[str, Condition]] = [
+        (f"{w}, memory x {m:g}", {"workload": w, "memory": m}) for w in WORKLOADS for m in BETA_MEMORY
+    ]
     return {
         f"ttft-{p}": plots.places(
             results, f"ttft_{p}_s", groups, series, title=f"TTFT {p} by error of beta", y_title="s", log_y=True
@@ -175,12 +179,16 @@ EXPERIMENTS = (
         name="beta-error",
         title="SAL with a beta that is wrong, 4 servers",
         source=_LEFT_OUT,
-        conditions=grid(workload=WORKLOADS, error=(0.0, *ERRORS)),
+        conditions=grid(workload=WORKLOADS, memory=BETA_MEMORY, error=(0.0, *ERRORS)),
         cell=_beta,
         figures=FIGURES,
         settings=_settings(servers=SERVERS, scheduler="larry"),
         plots=_draw_beta,
-        remarks=(_HONEST, "error 0 stands for beta that follows the traffic from 6.47 on"),
+        remarks=(
+            _HONEST,
+            "error 0 stands for beta that follows the traffic from 6.47 on",
+            "with all of the memory no prompt waits for it, and beta, which weighs missing memory, decides nothing",
+        ),
     ),
     Experiment(
         name="report-rate",
