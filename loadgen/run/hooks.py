@@ -53,7 +53,7 @@ async def _run(each: Hook, t0: float, done: list[dict[str, Any]]) -> None:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
+            preexec_fn=os.setpgrp,  # not a session: the kernel shares the CPU by session, and a new one starves
         )
     except OSError as error:
         found["status"] = f"could not be started: {error}"
