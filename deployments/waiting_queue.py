@@ -41,10 +41,8 @@ class PolicyRequestQueue(RequestQueue):
 
     def begin_step(self, context: SchedulerContext) -> None:
         """Take the snapshot by which requests are ordered from now on, if this step has an order of its own."""
-        if (epoch := self._policy.order_epoch(context)) != self._epoch:
-            self._context, self._epoch = context, epoch
-            if self._policy.reorders:
-                self._unsorted = len(self._queue)
+        if self._policy.reorders and (epoch := self._policy.order_epoch(context)) != self._epoch:
+            self._context, self._epoch, self._unsorted = context, epoch, len(self._queue)
 
     def use_policy(self, policy: SchedulingPolicy) -> None:
         """Change the policy under the waiting requests; back to FCFS: preempted ones first, then by arrival."""

@@ -21,9 +21,9 @@ MAX_LEN = 4096
 BLOCK = 16
 
 
-@dataclass
+@dataclass(eq=False)
 class Asked:
-    """What policies read of a request."""
+    """What policies read of a request; each is itself, as in vLLM."""
 
     request_id: str
     arrival_time: float
