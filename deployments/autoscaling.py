@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from deployments import metrics
 from deployments.wire import Delta, Outcome, Submit
-from policies.autoscaling import Decision, Fleet, FreenessScaling, Load
+from policies.autoscaling.decision import Decision
+from policies.autoscaling.demand import Fleet, Load
+from policies.autoscaling.freeness import FreenessScaling
+from policies.autoscaling.windows import Trough
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
@@ -38,16 +41,16 @@ Generate = Callable[[Submit, dict[str, Any], Emit], Coroutine[Any, Any, Outcome]
 
 
 class FreenessPolicy:
-    """`policies.autoscaling.FreenessScaling` as Serve calls it; `policy_kwargs` are its parameters."""
+    """`policies.autoscaling` as Serve calls it; `policy_kwargs` are those of `FreenessScaling`."""
 
     def __init__(self, **parameters: float) -> None:
-        self._policy = FreenessScaling(**parameters)
+        self._policy, self._trough = FreenessScaling(**parameters), Trough()
         self._told: dict[Any, tuple[float, float]] = {}  # replica -> its own time of its last figures, when they came
         self._last: Decision | None = None
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """The number of replicas wanted, and for those who look at Serve's state, why."""
-        decision = self._policy.decide(self._fleet(ctx))
+        decision = self._trough.apply(self._policy.decide(self._fleet(ctx)), ctx.target_num_replicas)
         self._tell(ctx, decision)
         self._last = decision
         return decision.replicas, {"reason": decision.reason}
@@ -176,7 +179,7 @@ class FirstTokens:
 
 
 def stats(figures: Figures | None, first_tokens: FirstTokens, draining: bool) -> dict[str, float]:
-    """What a replica records for the policy: the fields of `policies.autoscaling.Load`; nothing before the first step.
+    """What a replica records for the policy: the fields of `Load`; nothing before the first step.
 
     Serve takes plain numbers only, and each name becomes a series of its own.
     """

@@ -10,7 +10,7 @@ from ray.serve.config import AutoscalingConfig
 
 from app.config.errors import Problem, Refused, problems_of, suggestion
 from deployments.autoscaling import POLICY
-from policies.autoscaling import FreenessScaling
+from policies.autoscaling.freeness import FreenessScaling
 from policies.registry import PolicyError
 
 #: Serve's keys where the fleet scales on freeness and the user gives none: a replica is asked for its load each second.

@@ -29,10 +29,11 @@ class Rules:
     slack_s: float
 
     def allowed_s(self, before: int) -> float:
-        """Until a fleet of `before` replicas has the fewest, from when all is done: the last one goes by itself."""
-        if before <= self.least:
-            return 0.0
-        windows = 2 if self.least == 0 and before > 1 else 1
+        """Until a fleet of `before` replicas has the fewest, from when all is done.
+
+        A window that began before ends with what was wanted then, and the last replica of all goes by itself.
+        """
+        windows = min(2, before - max(self.least, 1)) + (self.least == 0) if before > self.least else 0
         return windows * (self.down_s + self.slack_s)
 
 
@@ -157,7 +158,7 @@ def checks(
             worst["reversals_in_window"] <= 1,
         ),
         (
-            "at the minimum one window after the load is gone",
+            "at the minimum two windows after the load is gone",
             f"{slowest:.0f} s at most, {never} of {len(mine)} runs never, {len(late)} late",
             not late,
         ),

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 from deployments.autoscaling import ARRIVALS_S, REMEMBERED_S
 from loadgen.simulator.replica import Clock, Replica
 from loadgen.simulator.scaling import SCALING, Autoscaling, Scaled
-from policies.autoscaling import Fleet as Demand
-from policies.autoscaling import Load, Windows
+from policies.autoscaling.demand import Fleet as Demand
+from policies.autoscaling.demand import Load
+from policies.autoscaling.windows import Windows
 
 HAND_BACK_S = 5.0  # before a replica that drains is killed, its requests are sent again elsewhere
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from policies.autoscaling import Decision, FreenessScaling
-from policies.autoscaling import Fleet as Demand
+from policies.autoscaling.decision import Decision
+from policies.autoscaling.demand import Fleet as Demand
+from policies.autoscaling.freeness import FreenessScaling
+from policies.autoscaling.windows import Trough
 from policies.registry import Registry, number
 
 
@@ -18,14 +21,17 @@ class ScalingPolicy(Protocol):
     def decide(self, fleet: Demand, ongoing: float) -> Decision: ...
 
 
-class Freeness(FreenessScaling):
-    """The product's policy, which has no use for the number of ongoing requests."""
+class Freeness:
+    """The product's policy, which has no use for the number of ongoing requests; parameters of `FreenessScaling`."""
 
-    __slots__ = ()
+    __signature__ = inspect.signature(FreenessScaling)
+
+    def __init__(self, **parameters: Any) -> None:
+        self._policy, self._trough = FreenessScaling(**parameters), Trough()
 
     def decide(self, fleet: Demand, ongoing: float = 0.0) -> Decision:
         """Replicas wanted now."""
-        return FreenessScaling.decide(self, fleet)
+        return self._trough.apply(self._policy.decide(fleet), fleet.target)
 
 
 class Ongoing:

@@ -21,7 +21,7 @@ from deployments.autoscaling import POLICY, FirstTokens, FreenessPolicy, stats
 from deployments.load_page import Figures
 from deployments.replica import EngineReplica
 from deployments.wire import Delta, Outcome, Submit
-from policies.autoscaling import Windows
+from policies.autoscaling.windows import Windows
 
 ENGINE = DeploymentID("EngineReplica", "tidegate")
 R1, R2 = ReplicaID("r1", ENGINE), ReplicaID("r2", ENGINE)
@@ -105,7 +105,7 @@ def test_serve_asks_replicas_by_this_name() -> None:
 def test_windows_are_serves(
     wanted: list[tuple[int, float]], up_s: float, down_s: float, to_zero_s: float | None
 ) -> None:
-    """`policies.autoscaling.Windows` gives the targets that Serve's own delays give, from none as well."""
+    """`Windows` gives the targets that Serve's own delays give, from none as well."""
     config = AutoscalingConfig(
         min_replicas=0,
         max_replicas=8,

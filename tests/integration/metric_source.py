@@ -25,7 +25,7 @@ from deployments.gauges import FleetGauges, ReplicaGauges, RouterCounts
 from deployments.load_page import Figures
 from deployments.reports import report_of
 from deployments.routing import Heard
-from policies.autoscaling import Decision
+from policies.autoscaling.decision import Decision
 
 REPLICAS = ("one", "two")
 TIERS: dict[str, Any] = {"names": ["fast", "slow"], "headroom": [0.2, 0.1], "aging_s": [None, None]}

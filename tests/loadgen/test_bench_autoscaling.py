@@ -61,7 +61,9 @@ def test_time_to_the_minimum_is_for_good() -> None:
     assert scaling_figures.time_to(0, [(0.0, 1)], 40.0) == float("inf")
 
 
-@pytest.mark.parametrize(("least", "before", "windows"), [(1, 1, 0), (1, 4, 1), (0, 1, 1), (0, 4, 2)])
+@pytest.mark.parametrize(
+    ("least", "before", "windows"), [(1, 1, 0), (1, 2, 1), (1, 4, 2), (0, 1, 1), (0, 2, 2), (0, 4, 3), (4, 4, 0)]
+)
 def test_the_last_replica_has_a_window_of_its_own(least: int, before: int, windows: int) -> None:
     """Serve goes to one first, and from there to none."""
     assert replace(RULES, least=least).allowed_s(before) == windows * 106.0
@@ -86,7 +88,7 @@ def test_figures_of_a_run() -> None:
         pytest.param({"early": 1}, {1}, id="too early"),
         pytest.param({"reversals_in_window": 2}, {2}, id="it swings"),
         pytest.param({"to_min_s": None}, {3}, id="never at the minimum"),
-        pytest.param({"to_min_s": 107.0}, {3}, id="late at the minimum"),
+        pytest.param({"to_min_s": 213.0}, {3}, id="late at the minimum"),
         pytest.param({"not_ok": 1, "cut": 1}, {4}, id="cut"),
         pytest.param({"replica_s": 101.0, "p95_ttft_ms": 501.0}, {5}, id="worse in both"),
         pytest.param({"replica_s": 101.0, "p95_ttft_ms": 499.0}, set(), id="worse in one"),

@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.autoscaling import Decision, Fleet, FreenessScaling, Load, Windows
+from policies.autoscaling.decision import Decision
+from policies.autoscaling.demand import Fleet, Load
+from policies.autoscaling.freeness import FreenessScaling
+from policies.autoscaling.windows import Trough, Windows
 from policies.registry import PolicyError
 
 BLOCKS, BLOCK, SEQS = 728, 16, 32  # the default replica on CPU: 11,648 tokens
@@ -194,7 +197,7 @@ class ToyFleet:
 
     def __init__(self, requests: Callable[[float], int], windows: Windows, replicas: int = 1, least: int = 1) -> None:
         self.requests, self.windows, self.least = requests, windows, least
-        self.running, self.starting = replicas, deque[float]()
+        self.running, self.starting, self.trough = replicas, deque[float](), Trough()
         self.steps: list[tuple[float, int]] = []  # when, and by how many
 
     def run(self, until: float, tick_s: float = 0.5, start_s: float = 8.0) -> list[Decision]:
@@ -205,7 +208,7 @@ class ToyFleet:
                 self.starting.popleft()
                 self.running += 1
             target = self.running + len(self.starting)
-            decision = SCALING.decide(self.fleet(self.requests(now), target))
+            decision = self.trough.apply(SCALING.decide(self.fleet(self.requests(now), target)), target)
             decisions.append(decision)
             new = self.windows.apply(decision.replicas, target, self.running, now)
             if new != target:
@@ -284,6 +287,20 @@ def test_after_the_load_the_fleet_goes_to_its_least(least: int) -> None:
     assert toy.running > 2
 
 
+def test_a_step_down_leaves_what_the_whole_window_needed() -> None:
+    """Four replicas, three are wanted for most of a window and one at its end: one goes, and more in the next one."""
+    toy = ToyFleet(lambda t: 34 if t < 50 else 1, Windows(5.0, 60.0), replicas=4)
+    toy.run(200)
+    assert toy.steps == [(60.0, -1), (120.5, -1), (181.0, -1)]
+
+
+def test_a_trough_begins_anew_with_each_target() -> None:
+    """It lasts until as many as the target are wanted, or the target changes."""
+    trough, wanted = Trough(), [(2, 5), (1, 5), (5, 5), (1, 5), (3, 5), (1, 5), (1, 3), (4, 3), (0, 3)]
+    found = [trough.apply(Decision(replicas, "free"), target).replicas for replicas, target in wanted]
+    assert found == [2, 2, 5, 1, 3, 3, 1, 4, 0]
+
+
 def test_the_first_request_starts_a_replica_at_once() -> None:
     """From none the target rises without a window."""
     toy = ToyFleet(lambda t: 1 if t >= 100 else 0, Windows(30.0, 60.0), replicas=0, least=0)
@@ -294,7 +311,7 @@ def test_the_first_request_starts_a_replica_at_once() -> None:
 
 
 def test_the_same_load_gives_the_same_decisions() -> None:
-    """The policy keeps nothing: two runs are alike."""
+    """Two runs are alike."""
 
     def run() -> list[Decision]:
         return ToyFleet(lambda t: int(40 + 40 * math.sin(t / 20)), Windows(5.0, 30.0)).run(300)
