@@ -59,7 +59,9 @@ class PolicyRequestQueue(RequestQueue):
             self._leave(request)
             self._count(request)
             if self._policy.reorders:
-                self._unsorted = len(self._queue)
+                self._queue.remove(request)
+                self._queue.append(request)
+                self._unsorted = min(self._unsorted + 1, len(self._queue))
 
     def _count(self, request: Request) -> None:
         weight = self._weights[request] = request.num_tokens - request.num_computed_tokens
