@@ -68,9 +68,6 @@ def _check(args: argparse.Namespace, console: Console) -> int:
         else:
             print(f"{args.file} cannot be served:\n{error}", file=sys.stderr)
         return FAILED
-    except OSError as error:
-        print(f"{args.file} cannot be read: {error.strerror or error}", file=sys.stderr)
-        return FAILED
     meaning = explain(args.file)
     if args.json:
         print(json.dumps({"file": str(args.file), "valid": True, "applications": meaning}, indent=2, default=str))

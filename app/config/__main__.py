@@ -12,6 +12,6 @@ if len(sys.argv) == 1:
     sys.exit()
 try:
     check_file(Path(sys.argv[1]))
-except (ConfigError, OSError) as error:
+except ConfigError as error:
     sys.exit(f"{sys.argv[1]} cannot be served:\n{error}")
 print(f"{sys.argv[1]} is valid")

@@ -62,6 +62,8 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Literal:
         choices = get_args(annotation)
         return ("one of " if len(choices) > 1 else "") + ", ".join(map(str, choices))
+    if origin in (list, dict) and not get_args(annotation):  # `List` and `Dict`, as Ray's schema has them
+        return describe(origin, metadata)
     if origin is list:
         return f"list of ({describe(get_args(annotation)[0])})" + _bounds(metadata)
     if origin is dict:

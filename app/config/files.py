@@ -22,18 +22,28 @@ _DEPLOYMENTS = ("EngineReplica", "Ingress", "Coordinator", "Admin")
 
 
 def check_file(path: Path, device: Device | None = None) -> None:
-    """Raise ConfigError with every problem of the file; OSError if it cannot be read."""
+    """Raise ConfigError with every problem of the file, which may be that it cannot be read."""
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
-    except yaml.YAMLError as error:
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError([Problem(str(path), "cannot be read", why, "a YAML file", "name the Serve file")]) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = " ".join(str(error).split())
         raise ConfigError(
             [Problem(str(path), "not YAML", where, "a YAML mapping", "correct the place named")]
         ) from error
+    if not isinstance(content, dict):
+        remedy = "write `applications` and what belongs to it, as in serve_config.yaml"
+        raise ConfigError([Problem(str(path), "not a Serve file", content, "a YAML mapping", remedy)])
     try:
         ServeDeploySchema.model_validate(content)
     except ValidationError as error:
         raise ConfigError(problems_of(error, ServeDeploySchema, content)) from error
+    if all(application["import_path"] != IMPORT_PATH for application in content["applications"]):
+        got = [application["import_path"] for application in content["applications"]]
+        remedy = f"add an application with `import_path: {IMPORT_PATH}`, or correct the one that is meant"
+        raise ConfigError([Problem("applications", "none of them is Tidegate's", got, IMPORT_PATH, remedy)])
     problems = [
         replace(problem, path=f"applications[{index}].{problem.path}")
         for index, application in enumerate(content["applications"])

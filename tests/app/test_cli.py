@@ -117,7 +117,9 @@ def test_config_check_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     answer = json.loads(capsys.readouterr().out)
     assert answer["valid"] is False
     assert [problem["path"] for problem in answer["problems"]] == ["applications[0].args.admin.token_file"]
-    assert run("config", "check", str(tmp_path / "none.yaml")) == 1
+    assert run("config", "check", str(tmp_path / "none.yaml"), "--json") == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["path"] == str(tmp_path / "none.yaml")
 
 
 def test_config_schema(capsys: pytest.CaptureFixture[str]) -> None:

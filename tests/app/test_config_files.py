@@ -75,6 +75,8 @@ def test_the_reference_page_is_current() -> None:
         ("port: 8000", "port: web", "http_options.port", "allowed value"),
         ("import_path:", "import_paht:", "applications[0].import_path", "add it"),
         ("applications:", "applications: [", "{file}", "the place named"),
+        ("http_options:", "http_options: []\nno:", "http_options", "its keys below it"),
+        ("app.main:build", "app.main:buidl", "applications", "import_path: app.main:build"),
     ],
 )
 def test_a_mistake_anywhere_in_the_file_is_found(tmp_path: Path, old: str, new: str, path: str, remedy: str) -> None:
@@ -88,6 +90,27 @@ def test_a_mistake_anywhere_in_the_file_is_found(tmp_path: Path, old: str, new: 
     problem = caught.value.problems[0]
     assert problem.path == path.format(file=file)
     assert remedy in problem.remedy
+
+
+@pytest.mark.parametrize("content", [b"", b"- a", b"text", b"{applications: [], x: \xff}"])
+def test_what_is_no_serve_file_is_named(tmp_path: Path, content: bytes) -> None:
+    """A file that holds something else altogether is named in the problem, whatever it holds."""
+    file = tmp_path / "serve.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        check_file(file, "cpu")
+    assert [problem.path for problem in caught.value.problems] == [str(file)]
+
+
+def test_args_of_the_wrong_type_are_a_problem(tmp_path: Path) -> None:
+    """Serve's schema says `Dict` without saying of what; that is explained as well."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("applications: [{import_path: 'app.main:build', args: [1]}]")
+    with pytest.raises(ConfigError) as caught:
+        check_file(file, "cpu")
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.what) == ("applications[0].args", "wrong type")
+    assert "mapping" in problem.allowed
 
 
 def test_the_command_checks_a_file_and_says_so(tmp_path: Path) -> None:
