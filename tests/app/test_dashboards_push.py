@@ -126,10 +126,12 @@ def test_a_grafana_below_a_path(grafana: FakeGrafana) -> None:
     assert set(push(f"{grafana.url}/grafana", SECRET).values()) == {"unchanged"}
 
 
-@pytest.mark.parametrize("url", ["localhost:3000", "ftp://localhost", "http://", ""])
+@pytest.mark.parametrize(
+    "url", ["localhost:3000", "ftp://localhost", "http://", "", "http://h:99999", "http://h:x", "http://[::1"]
+)
 def test_an_address_that_is_none(url: str) -> None:
     """What is no HTTP address is refused by name."""
-    with pytest.raises(PushError, match=r"--url must be .*" + re.escape(repr(url))):
+    with pytest.raises(PushError, match=r"--url .* address.*" + re.escape(repr(url))):
         push(url, SECRET)
 
 
@@ -142,6 +144,22 @@ def test_refusals_name_the_remedy(grafana: FakeGrafana) -> None:
         push(grafana.url, SECRET)
     with pytest.raises(PushError, match=re.escape("no Grafana answers at http://127.0.0.1:1")):
         push("http://127.0.0.1:1", SECRET)
+
+
+@pytest.mark.parametrize("answer", [{"x": 1}, [], None])
+def test_something_else_that_answers(grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    """Another server's JSON at that address is told as such."""
+    monkeypatch.setattr(grafana, "get", lambda path, authorization: (200, answer))
+    with pytest.raises(PushError, match="is no Grafana: look at host, port and path"):
+        push(grafana.url, SECRET)
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "ключ"])
+def test_a_token_that_no_header_can_hold(token: str) -> None:
+    """It is refused before anything is sent, and not repeated."""
+    with pytest.raises(PushError, match="token") as refused:
+        push("http://127.0.0.1:1", token)
+    assert token not in str(refused.value)
 
 
 def test_the_command(grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
