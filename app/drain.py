@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import socket
 import sys
 import time
 from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayTaskError
+from ray.exceptions import AuthenticationError, RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-LOOK_S = 0.5
+LOOK_S, CONNECT_S = 0.5, 5.0
 REFUSED, NOT_EMPTY = 1, 3  # exit codes; 2 is argparse's
 
 
@@ -35,15 +37,44 @@ def main(arguments: list[str] | None = None, prog: str = "python -m app.drain") 
     )
     given = parser.parse_args(arguments)
     if given.undo and given.replica is None:
-        parser.error("--undo needs the REPLICA that is to take requests again")
+        parser.error("name the REPLICA that is to take requests again")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="ERROR")
+        connect(os.environ.get("RAY_ADDRESS", ""))
+    except (OSError, ValueError, AuthenticationError) as error:  # ConnectionError is an OSError
+        print(
+            f"No way into a Ray cluster: {error}\nRAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH say which cluster "
+            "and with which token; `make serve` prints those of its own, which end with it",
+            file=sys.stderr,
+        )
+        return REFUSED
+    try:
         coordinator = serve.get_deployment_handle("Coordinator", given.app)
         return run(coordinator, given.replica, undo=given.undo, timeout_s=given.timeout)
-    except (ConnectionError, RayServeException) as error:
-        print(f"No application {given.app!r} runs here (RAY_ADDRESS names another cluster): {error}", file=sys.stderr)
-        return REFUSED
+    except (RayServeException, KeyError) as error:  # KeyError: an application without this deployment
+        print(
+            f"No application {given.app!r} runs in this cluster: {error}\n--app names another application, RAY_ADDRESS "
+            "another cluster",
+            file=sys.stderr,
+        )
+    except RayError as error:
+        print(f"The coordinator does not answer, try again in a few seconds: {error}", file=sys.stderr)
+    return REFUSED
+
+
+def connect(address: str) -> None:
+    """Enter the Ray cluster at `address` (empty: this machine's); OSError or AuthenticationError if that fails.
+
+    Ray by itself asks twenty times, for most of a minute each where nobody listens.
+    """
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"nobody answers at {address}: {error}") from error
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "2")  # so many attempts, a second apart
+    ray.init(address="auto", namespace="serve", log_to_driver=False, logging_level="ERROR")
 
 
 def run(coordinator: DeploymentHandle, replica: str | None, *, undo: bool, timeout_s: float) -> int:
@@ -61,25 +92,32 @@ def run(coordinator: DeploymentHandle, replica: str | None, *, undo: bool, timeo
     if undo:
         print(f"{replica} takes requests")
         return 0
-    return wait_until_empty(coordinator, replica, timeout_s)
+    try:
+        if wait_until_empty(coordinator, replica, timeout_s):
+            return 0
+        print(f"{replica} is not empty after {timeout_s:g} s", end="", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"no longer waiting for {replica}", end="", file=sys.stderr)
+    print("; it goes on draining, until `undrain` takes that back", file=sys.stderr)
+    return NOT_EMPTY
 
 
-def wait_until_empty(coordinator: DeploymentHandle, replica: str, timeout_s: float) -> int:
-    """Print what is left whenever it changes."""
+def wait_until_empty(coordinator: DeploymentHandle, replica: str, timeout_s: float) -> bool:
+    """Print what is left whenever it changes; whether nothing is in time."""
     deadline, shown = time.monotonic() + timeout_s, ""
     while True:
         row = state(coordinator).get(replica)
         if row is None:
             print(f"{replica} is gone")
-            return 0
+            return True
         if told(row) != shown:
             shown = told(row)
             print(f"{replica}  {shown}", flush=True)
         if row["state"] == "draining" and not row["running"] + row["waiting"]:
             print(f"{replica} is empty")
-            return 0
+            return True
         if time.monotonic() >= deadline:
-            return NOT_EMPTY
+            return False
         time.sleep(LOOK_S)
 
 

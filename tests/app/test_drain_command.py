@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +14,8 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from app import drain
+
+ROOT = Path(__file__).parents[2]
 
 
 class Fleet:
@@ -79,12 +86,65 @@ def test_an_unknown_replica_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == "no such replica: 'z'. There are: a, b\n"
 
 
-def test_out_of_time_is_not_success() -> None:
+def test_out_of_time_is_not_success(capsys: pytest.CaptureFixture[str]) -> None:
     """What is not empty in time goes on draining, and the exit code says so."""
     fleet = Fleet()
     fleet.stuck = True
     assert run(fleet, "b", timeout_s=0.0) == 3
     assert fleet.rows["b"]["state"] == "draining"
+    err = capsys.readouterr().err
+    assert err == "b is not empty after 0 s; it goes on draining, until `undrain` takes that back\n"
+
+
+def test_an_impatient_user_is_told_what_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ctrl-C ends the waiting, not the drain, with a line instead of a traceback."""
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drain.time, "sleep", interrupted)
+    assert run(Fleet(), "b") == 3
+    err = capsys.readouterr().err
+    assert err == "no longer waiting for b; it goes on draining, until `undrain` takes that back\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RAY_ADDRESS": "127.0.0.1:1"}, "nobody answers at 127.0.0.1:1"),
+        ({"RAY_ADDRESS": "nonsense"}, "nonsense"),
+        ({"RAY_ADDRESS": "127.0.0.1:{open}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/none"}, "/none"),
+    ],
+)
+def test_no_way_into_the_cluster(environment: dict[str, str], said: str) -> None:
+    """A cluster that is gone, or its token, is named within seconds, with the variables that lead there."""
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        port = somebody.getsockname()[1]
+        more = {name: value.format(open=port) for name, value in environment.items()}
+        done = subprocess.run(
+            [sys.executable, "-m", "app", "drain"], cwd=ROOT, env={**os.environ, "RAY_AUTH_MODE": "disabled", **more},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "RAY_AUTH_TOKEN_PATH say which cluster" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_application_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray Serve answers an unknown name with KeyError; the user is told which name, and what names another."""
+
+    def none(deployment: str, app: str) -> None:
+        raise KeyError(f"Deployment(name='{deployment}', app='{app}') does not exist.")
+
+    monkeypatch.setattr(drain, "connect", lambda address: None)
+    monkeypatch.setattr(drain.serve, "get_deployment_handle", none)
+    assert drain.main(["--app", "nosuch"]) == 1
+    err = capsys.readouterr().err
+    assert "No application 'nosuch'" in err
+    assert "--app" in err
 
 
 def test_undo(capsys: pytest.CaptureFixture[str]) -> None:
