@@ -103,14 +103,14 @@ class Coordinator:
         others = [name for name, heard in fleet.items() if heard.report.state == "serving" and name != replica]
         if not others:
             raise ValueError(f"{replica!r} is the only replica that serves: add another one before you drain it")
+        self._events.note("order", time.time(), f"{replica} was told to drain", replica)  # before what comes of it
         await self._engines.drain.remote(True, target_replica=replica)
-        self._events.note("order", time.time(), f"{replica} was told to drain", replica)
 
     async def undrain(self, replica: str) -> None:
         """Let a replica that was drained by hand take requests again."""
         self._check_known(self._fleet(), replica)
-        await self._engines.drain.remote(False, target_replica=replica)
         self._events.note("order", time.time(), f"{replica} was told to serve again", replica)
+        await self._engines.drain.remote(False, target_replica=replica)
 
     async def pause(self, on: bool) -> None:
         """Make no moves by policy while on; those by hand and drains go on. Forgotten when the coordinator restarts."""

@@ -320,6 +320,29 @@ def test_drain_and_undrain_reach_the_replica(run: Any) -> None:
     run(scenario)
 
 
+def test_an_order_stands_before_what_comes_of_it(run: Any) -> None:
+    """The replica's report may be quicker than the answer to the order; the list of events has cause and effect."""
+
+    async def scenario(rig: Rig) -> None:
+        async def at_once(on: bool, *, target_replica: str) -> None:
+            rig.say(target_replica, state="draining" if on else "serving")
+            await asyncio.sleep(0.01)  # the answer is slower
+
+        rig.engines.drain = SimpleNamespace(remote=at_once)
+        rig.say("a")
+        rig.say("b")
+        await until(lambda: len(rig.coordinator._events.recent()) == 2)
+        await rig.coordinator.drain("a")
+        await asyncio.sleep(0)  # until what the report's thread said is heard
+        await rig.coordinator.undrain("a")
+        await asyncio.sleep(0)
+        events = (await rig.coordinator.state())["events"]
+        oldest_first = [event["kind"] for event in reversed(events) if event["replica"] == "a"]
+        assert oldest_first == ["serving", "order", "draining", "empty", "order", "serving"]
+
+    run(scenario)
+
+
 def test_a_move_by_hand_that_fails_says_so(run: Any) -> None:
     """A source that cannot be asked is an answer, not an exception: the other sources' answers count."""
 
