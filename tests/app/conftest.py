@@ -14,6 +14,7 @@ from app.config import load_config
 from app.model import default_model_path
 from app.vllm_compat import ingress_config, renderer_from_config, serve_arguments
 
+from .admin_rig import Rig, listening
 from .scripted_fleet import FleetMaker
 
 T = TypeVar("T")
@@ -67,6 +68,19 @@ def _renderer(config: Any) -> Any:
     if not _renderers:
         _renderers.append(renderer_from_config(config))
     return _renderers[0]
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """An admin server's scripted fleet."""
+    return Rig()
+
+
+@pytest.fixture
+def url(rig: Rig) -> Iterator[str]:
+    """Where that admin server listens."""
+    with listening(rig) as where:
+        yield where
 
 
 @pytest.fixture

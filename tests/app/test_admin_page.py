@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from .admin_rig import TOKEN, Rig, listening, row
+from .admin_rig import TOKEN, Rig, row
 from .browser import DESKTOP, PHONE, Watched, opened
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()
-
-
-@pytest.fixture
-def url(rig: Rig) -> Iterator[str]:
-    with listening(rig) as where:
-        yield where
 
 
 def clean(watched: Watched) -> None:
