@@ -34,6 +34,9 @@ prometheus --config.file=DIR/prometheus.yml
 GRAFANA_TOKEN=... python -m app.dashboards push --url http://localhost:3000
 ```
 
+`prometheus.yml` takes Ray's list from `/tmp/ray`; where Ray has another temporary folder, as with `make serve`, name
+the file with `--discovery`.
+
 `push` makes the dashboards of a Grafana what they are here, found by their uid; a second push changes nothing. The
 token is that of a service account with the role Editor. For the Grafana that is started with Ray's configuration
 (`session_latest/metrics/grafana/grafana.ini`) copy `DIR/dashboards/*.json` into
