@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from app.cli.explain import explain, show
 from app.config import ConfigError, TidegateConfig, UserConfig, check_file
 from app.dashboards import cli as dashboards
 
-FAILED = 1
+FAILED, INTERRUPTED = 1, 130
 EXIT_CODES = "Exit codes: 0 done, 1 failed or refused, 2 wrong usage; drain: 3 not empty in time."
 
 #: Commands that are programs of their own: name -> module with main(arguments, prog=...), arguments put first, help.
@@ -87,13 +88,22 @@ def _schema(args: argparse.Namespace, _: Console) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(given)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `| head` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor does the flush at the end fail
+        return FAILED
+    return code
+
+
+def _run(given: list[str]) -> int:
     if given and given[0] in _PROGRAMS:
         module, first, _ = _PROGRAMS[given[0]]
-        code: int | None = importlib.import_module(module).main([*first, *given[1:]], prog=f"tidegate {given[0]}")
-        return code or 0
+        ended: int | None = importlib.import_module(module).main([*first, *given[1:]], prog=f"tidegate {given[0]}")
+        return ended or 0
     args = parser().parse_args(given)
-    try:
-        status_code: int = args.call(args, Console())
-    except KeyboardInterrupt:
-        return 0
-    return status_code
+    code: int = args.call(args, Console())
+    return code

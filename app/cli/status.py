@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ TITLE = "show the fleet: replicas, KV cache, queues, moves, recent events"
 URL_VARIABLE = "TIDEGATE_ADMIN_URL"
 _DEFAULT = AdminConfig()
 EVENTS = 8
+WIDE = 120  # columns in which the table has room for what each tier has
 
 
 class NoAnswerError(RuntimeError):
@@ -47,9 +49,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     try:
         if args.watch is None:
             status = fetch(args.url)
-            print(json.dumps(status, indent=2)) if args.json else console.print(table(status))
+            print(json.dumps(status, indent=2)) if args.json else console.print(table(status, console.width))
             return 0
-        watch(args.url, max(0.1, args.watch), console, lines=args.json)
+        with contextlib.suppress(KeyboardInterrupt):
+            watch(args.url, max(0.1, args.watch), console, lines=args.json)
     except NoAnswerError as error:
         print(error, file=sys.stderr)
         return 1
@@ -59,6 +62,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def fetch(url: str) -> dict[str, Any]:
     """One answer of the admin server."""
     token = os.environ.get(TOKEN_VARIABLE)
+    if token and not (token.isascii() and token.isprintable()):
+        raise NoAnswerError(f"{TOKEN_VARIABLE} holds what no HTTP header can: set it to the token and nothing else")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     where = f"{url.rstrip('/')}/status.json"
     try:
@@ -86,12 +91,12 @@ def watch(url: str, every_s: float, console: Console, lines: bool) -> None:
             time.sleep(every_s)
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(table(fetch(url)), refresh=True)
+            live.update(table(fetch(url), console.width), refresh=True)
             time.sleep(every_s)
 
 
-def table(status: dict[str, Any]) -> RenderableType:
-    """The status for a terminal."""
+def table(status: dict[str, Any], width: int) -> RenderableType:
+    """The status for a terminal of `width` columns; on a narrow one the tiers have lines of their own."""
     totals, names = status["totals"], [tier["name"] for tier in status["tiers"]]
     moves = sum(outcomes.get("done", 0) for outcomes in status["migration"]["moves"].values())
     head = Text(
@@ -108,9 +113,14 @@ def table(status: dict[str, Any]) -> RenderableType:
         replicas.add_column(title, no_wrap=True)
     for title in ("running", "waiting", "KV blocks", "used", "headroom", "phi"):
         replicas.add_column(title, justify="right", no_wrap=True)
-    replicas.add_column("running + waiting by tier")
+    below: list[RenderableType] = []
+    if wide := width >= WIDE:
+        replicas.add_column("running + waiting by tier")
     for row in status["replicas"]:
         tiers = [(name, t["running"], t["waiting"]) for name, t in zip(names, row["tiers"], strict=True)]
+        by_tier = ", ".join(f"{name} {running}+{waiting}" for name, running, waiting in tiers if running or waiting)
+        if by_tier and not wide:
+            below.append(Text(f"{row['id']}: {by_tier} (running + waiting)"))
         replicas.add_row(
             row["id"],
             Text(row["state"], style={"serving": "green", "draining": "yellow"}.get(row["state"], "red")),
@@ -120,9 +130,9 @@ def table(status: dict[str, Any]) -> RenderableType:
             _percent(row["used_blocks"], row["total_blocks"]),
             f"{row['headroom_blocks']:.0f}",
             "-" if row["phi"] is None else f"{row['phi']:.2f}",
-            ", ".join(f"{name} {running}+{waiting}" for name, running, waiting in tiers if running or waiting) or "-",
+            *([by_tier or "-"] if wide else []),
         )
-    parts.append(replicas)
+    parts += [replicas, *below]
     parts += [Text(f"moving: {m['count']} from {m['source']} to {m['destination']}") for m in status["moving"]]
     for section in ("scheduling", "balancing"):
         chosen = status["settings"][section]

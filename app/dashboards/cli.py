@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Do what the arguments of `add_arguments` ask; returns the exit code."""
     if args.dashboards_command == "list":
         for board in BOARDS:
-            console.print(f"{board.uid}: {len(board.panels)} panels. {board.help}", highlight=False)
+            console.print(f"{board.uid}: {len(board.panels)} panels. {board.help}", highlight=False, soft_wrap=True)
         for alert in alerts():
             console.print(f"{alert.name} ({alert.severity})", highlight=False)
         return 0

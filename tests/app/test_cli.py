@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from app.cli import command
+from app.cli.status import URL_VARIABLE
 from app.config import TidegateConfig
 from app.config.admin import TOKEN_VARIABLE
 
@@ -22,12 +25,6 @@ ROOT = Path(__file__).parents[2]
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with listening(Rig()) as where:
-        yield where
 
 
 def run(*arguments: str) -> int:
@@ -48,6 +45,19 @@ def test_status_for_people(url: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "moving: 2 from m7w2e5cd to z1p8r4ef" in out
     assert "scheduling: larry alpha=1.0" in out
     assert "m7w2e5cd was told to drain" in out
+
+
+def test_status_on_a_narrow_terminal(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In 80 columns, which a pipe has too, nothing is lost: what each tier has gets a line of its own."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("status", "--url", url) == 0
+    out = capsys.readouterr().out
+    assert "k3x9q1ab: critical 2+0, standard 9+3, background 3+2 (running + waiting)" in out
+    row = next(line for line in out.splitlines() if line.startswith("k3x9q1ab │"))
+    for figure in ("serving", "14/32", "430/512", "84 %", "143", "-0.31"):
+        assert figure in row
 
 
 def test_status_for_programs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +82,29 @@ def test_status_of_a_public_server(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert TOKEN_VARIABLE in capsys.readouterr().err
         monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
         assert run("status", "--url", url) == 0
+
+
+def test_a_token_that_no_header_can_hold(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is exit code 1 and the variable's name."""
+    for token in ("ключ", "two\nlines"):
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+        assert run("status", "--url", url) == 1
+        assert TOKEN_VARIABLE in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["config", "schema"], ["status", "--json"], ["status", "--json", "--watch"]])
+def test_a_reader_that_has_enough(url: str, arguments: list[str]) -> None:
+    """`| head` ends the command without a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "app", *arguments]
+    with os.fdopen(write, "w") as out:
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, URL_VARIABLE: url}, stdout=out, stderr=subprocess.PIPE, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_config_check_explains(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from app.cli import command
 from app.cli.status import URL_VARIABLE
 from app.config.admin import TOKEN_VARIABLE
 
-from .admin_rig import TOKEN, Rig, listening
+from .admin_rig import TOKEN, Rig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -28,17 +27,6 @@ OURS = [line.removeprefix("python -m app ") for line in LINES if line.startswith
 CURLS = [line for line in LINES if line.startswith("curl ")]
 #: Need a real fleet (tests/integration/test_status_page.py, test_drain.py) or run until ctrl-C.
 ELSEWHERE = ("drain", "undrain", "status --watch")
-
-
-@pytest.fixture
-def rig() -> Rig:
-    return Rig()
-
-
-@pytest.fixture
-def url(rig: Rig) -> Iterator[str]:
-    with listening(rig) as where:
-        yield where
 
 
 @pytest.mark.parametrize("line", OURS)
@@ -73,3 +61,11 @@ def test_the_page_has_commands() -> None:
     assert len(OURS) >= 10
     assert len(CURLS) == 2
     assert {line.split()[0] for line in OURS} == {"config", "status", "drain", "undrain", "dashboards"}
+
+
+def test_every_status_of_an_error_is_on_the_page() -> None:
+    """What the admin server answers besides success is what the page lists."""
+    told = PAGE[PAGE.index("Errors are") : PAGE.index("On the terminal")]
+    source = (ROOT / "app/admin/server.py").read_text(encoding="utf-8")
+    statuses = re.compile(r"\b[45]\d\d\b")
+    assert set(statuses.findall(told)) == set(statuses.findall(source))
