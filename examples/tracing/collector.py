@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -180,7 +181,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=4318)
     parser.add_argument("--wait", type=float, default=6.0, help="seconds without a new span (default %(default)s)")
     options = parser.parse_args()
-    collector = Collector(options.port)
+    try:
+        collector = Collector(options.port)
+    except OSError as error:
+        sys.exit(f"port {options.port}: {error.strerror}. Is a collector there already? --port names another one")
     print(f"listening: {collector.endpoint}", flush=True)
     try:
         while True:

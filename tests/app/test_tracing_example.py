@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,18 @@ def printed() -> Iterator[IO[str]]:
     yield process.stdout
     process.terminate()
     process.wait(10)
+
+
+def test_a_port_that_is_taken() -> None:
+    """A collector that runs already is what the user is told of, not a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as somebody:
+        port = str(somebody.getsockname()[1])
+        command = [sys.executable, str(EXAMPLE / "collector.py"), "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert (
+        done.stderr == f"port {port}: Address already in use. Is a collector there already? --port names another one\n"
+    )
 
 
 async def broken(submit: Submit, entries: Any, emit: Any, run: Run | None = None) -> Outcome:
