@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -180,4 +181,6 @@ def _default_remedy(field: FieldInfo | None) -> str:
     default = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(default, BaseModel):
         return "write its keys below it, or remove it to take the defaults"
+    if isinstance(default, Enum) and not isinstance(default, str):  # how Ray's schema says that a key is not given
+        return "set an allowed value or remove the line"
     return f"set an allowed value or remove the line (default {'null' if default is None else default})"

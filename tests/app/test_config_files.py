@@ -92,6 +92,18 @@ def test_a_mistake_anywhere_in_the_file_is_found(tmp_path: Path, old: str, new: 
     assert remedy in problem.remedy
 
 
+def test_a_remedy_names_no_default_of_rays_making(tmp_path: Path) -> None:
+    """Ray's schema has a marker object for keys that are not given: it tells a user nothing."""
+    file = tmp_path / "serve.yaml"
+    deployment = "deployments: [{name: EngineReplica, user_config: [1]}]"
+    file.write_text(f"applications: [{{import_path: 'app.main:build', {deployment}}}]")
+    with pytest.raises(ConfigError) as caught:
+        check_file(file, "cpu")
+    (problem,) = caught.value.problems
+    assert problem.path == "applications[0].deployments[0].user_config"
+    assert problem.remedy == "set an allowed value or remove the line"
+
+
 @pytest.mark.parametrize("content", [b"", b"- a", b"text", b"{applications: [], x: \xff}"])
 def test_what_is_no_serve_file_is_named(tmp_path: Path, content: bytes) -> None:
     """A file that holds something else altogether is named in the problem, whatever it holds."""
