@@ -24,7 +24,7 @@ REFUSED, NOT_EMPTY = 1, 3  # exit codes; 2 is argparse's
 
 
 def main(arguments: list[str] | None = None, prog: str = "python -m app.drain") -> int:
-    """Drain, or list the replicas of, the application that runs in the cluster of RAY_ADDRESS or of this machine."""
+    """Drain a replica, let it serve again (`undrain`) or list them, in the cluster of RAY_ADDRESS or of this host."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=f"{main.__doc__} Exit code {REFUSED}: refused, {NOT_EMPTY}: not empty in time.",
