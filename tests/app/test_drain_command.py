@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -50,8 +52,12 @@ class Fleet:
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(drain, "LOOK_S", 0.0)
+    logger = logging.getLogger("ray.serve")
+    level = logger.level
+    yield
+    logger.setLevel(level)  # the command quiets it
 
 
 def run(fleet: Fleet, replica: str | None, *, undo: bool = False, timeout_s: float = 5.0) -> int:
