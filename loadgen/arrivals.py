@@ -137,13 +137,20 @@ def dispersion(times: Times, window: float) -> float:
 
     Windows begin at 0 and the last, cut one is left out; nan if that leaves fewer than two.
     """
-    counts = counts_in(times, window)
-    return float(counts.var() / counts.mean()) if len(counts) > 1 and counts.any() else math.nan
+    counts, windows = counts_in(times, window)
+    if windows < 2 or not len(counts):
+        return math.nan
+    mean = counts.sum() / windows
+    return float((np.square(counts - mean).sum() + (windows - len(counts)) * mean * mean) / windows / mean)
 
 
-def counts_in(times: Times, window: float) -> npt.NDArray[np.int64]:
-    """Arrivals in each whole window of `window` seconds, beginning at 0."""
+def counts_in(times: Times, window: float) -> tuple[npt.NDArray[np.int64], float]:
+    """Arrivals in each whole window of `window` seconds, beginning at 0, that has any; and how many windows there are.
+
+    Empty windows are counted, not listed: one stamp years away from the others would make a list that fills memory.
+    """
     if not len(times):
-        return np.zeros(0, np.int64)
-    counts: npt.NDArray[np.int64] = np.bincount((np.asarray(times) / window).astype(np.int64))
-    return counts[:-1]
+        return np.zeros(0, np.int64), 0.0
+    places = np.floor(np.asarray(times, float) / window)
+    last = float(places.max())
+    return np.unique(places[places < last], return_counts=True)[1], last

@@ -47,5 +47,5 @@ def measure(times: Times) -> Burstiness:
 
 
 def _peak(times: Times, window: float) -> float:
-    counts = counts_in(times, window)
-    return float(counts.max() / counts.mean()) if len(counts) > 1 and counts.any() else math.nan
+    counts, windows = counts_in(times, window)
+    return float(counts.max() / counts.sum() * windows) if windows > 1 and len(counts) else math.nan

@@ -15,7 +15,7 @@ import numpy as np
 
 from loadgen import lengths, tiers
 from loadgen.workloads.arrival_models import arrival_model
-from loadgen.workloads.length_models import Agents, length_model, lognormal
+from loadgen.workloads.length_models import Agents, Lengths, length_model, lognormal
 from loadgen.workloads.workload import Request, Workload, by_due
 
 STREAMS = ("lengths", "arrivals", "tiers", "cancel")
@@ -52,18 +52,14 @@ def make(
     }
     if lengths_model.partition(":")[0] in lengths.names():
         about["credit"] = CREDIT
-    times = process.times(requests, rng["arrivals"])
-    if isinstance(model, Agents):
-        drawn, block_tokens = _agents(model, times, context, rng["lengths"])
-    else:
-        prompts, answers = lengths.fit(*model.draw(requests, rng["lengths"]), context, model.context)
-        drawn, block_tokens = (
-            [
-                Request(due=float(t), prompt_tokens=int(p), output_tokens=int(a))
-                for t, p, a in zip(times, prompts, answers, strict=True)
-            ],
-            0,
-        )
+    try:
+        times = process.times(requests, rng["arrivals"])
+        if isinstance(model, Agents):
+            drawn, block_tokens = _agents(model, times, context, rng["lengths"])
+        else:
+            drawn, block_tokens = _independent(model, times, context, rng["lengths"]), 0
+    except (ArithmeticError, MemoryError) as error:
+        raise ValueError(f"{lengths_model}, {arrivals}: no {requests} requests can be drawn: {error}") from None
     workload = Workload(by_due(drawn), about, block_tokens, context)
     if tier_mix is not None:
         workload = tiered(workload, tier_mix, tier_count, seed)
@@ -110,6 +106,14 @@ def _changed(workload: Workload, about: dict[str, Any], changes: Sequence[dict[s
 def _streams(seed: int) -> dict[str, np.random.Generator]:
     parts = np.random.SeedSequence(seed).spawn(len(STREAMS))
     return {name: np.random.default_rng(part) for name, part in zip(STREAMS, parts, strict=True)}
+
+
+def _independent(model: Lengths, times: Any, context: int, rng: np.random.Generator) -> list[Request]:
+    prompts, answers = lengths.fit(*model.draw(len(times), rng), context, model.context)
+    return [
+        Request(due=float(t), prompt_tokens=int(p), output_tokens=int(a))
+        for t, p, a in zip(times, prompts, answers, strict=True)
+    ]
 
 
 def _agents(model: Agents, times: Any, context: int, rng: np.random.Generator) -> tuple[list[Request], int]:

@@ -7,11 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+LEAST, MOST = 1e-6, 1e9  # what no rate, length or time exceeds, and floats can bear
+
 
 def build(what: str, text: str, models: Mapping[str, type[Any]]) -> Any:
     """The model that `text` names, a dataclass of `models` with the parameters given; ValueError says what is wrong.
 
-    `what` names the option in errors. Parameters are numbers; those of a dataclass without default must be given.
+    `what` names the option in errors. Parameters are numbers, 0 or LEAST to MOST in size; those of a dataclass without
+    default must be given.
     """
     name, _, rest = text.partition(":")
     if name not in models:
@@ -26,6 +29,8 @@ def build(what: str, text: str, models: Mapping[str, type[Any]]) -> Any:
             number = float(value)
         except ValueError:
             raise ValueError(f"{what}: {name}:{key} is {value!r}; give a number") from None
+        if math.isfinite(number) and number and not LEAST <= abs(number) <= MOST:
+            raise ValueError(f"{what}: {name}:{key} is {value}; give 0, or a number of {LEAST:g} to {MOST:g}")
         if fields[key].type == "int":
             if not number.is_integer():
                 raise ValueError(f"{what}: {name}:{key} is {value!r}; give a whole number")

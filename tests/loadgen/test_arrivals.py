@@ -84,3 +84,17 @@ def test_negative_burstiness_is_refused() -> None:
     """A negative coefficient of variation is refused by name."""
     with pytest.raises(ValueError, match="cv"):
         arrivals.gamma(5, 1.0, -1.0, np.random.default_rng(0))
+
+
+@given(st.lists(st.floats(0, 50), min_size=1, max_size=60), st.sampled_from([0.5, 1.0, 10.0]))
+def test_dispersion_is_that_of_the_listed_counts(stamps: list[float], window: float) -> None:
+    """Leaving empty windows out of the list changes no figure."""
+    times = np.sort(np.asarray(stamps))
+    listed = np.bincount((times / window).astype(int))[:-1]
+    counts, windows = arrivals.counts_in(times, window)
+    assert sorted(counts) == sorted(listed[listed > 0])
+    assert windows == len(listed)
+    if len(listed) > 1 and listed.any():
+        assert arrivals.dispersion(times, window) == pytest.approx(listed.var() / listed.mean())
+    else:
+        assert math.isnan(arrivals.dispersion(times, window))

@@ -164,3 +164,23 @@ def test_impossible_wishes_are_named(call: object, complaint: str) -> None:
     """What cannot be made is refused by the name of the argument."""
     with pytest.raises(ValueError, match=complaint):
         call()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        {"lengths_model": "fixed:prompt=1e30"},
+        {"lengths_model": "tier-zipf:theta=1e9"},
+        {"lengths_model": "tier-zipf:theta=5000"},
+        {"lengths_model": "agents:turns=1e300"},
+        {"arrivals": "poisson:rate=1e-300"},
+        {"arrivals": "poisson:rate=1e300"},
+        {"arrivals": "gamma:rate=5,cv=1e200"},
+        {"arrivals": "square:low=1,high=5,period=1e-9"},
+    ],
+    ids=str,
+)
+def test_numbers_beyond_all_reason_are_refused(models: dict[str, str]) -> None:
+    """A parameter with which floats or memory would overflow is a ValueError that names the model."""
+    with pytest.raises(ValueError, match=next(iter(models.values())).partition(":")[0]):
+        make(20, **models)  # type: ignore[arg-type]  # names of models
