@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,9 +53,9 @@ def sharegpt(path: Path, count: Count = estimated) -> Iterator[Request | BadRow]
     Lengths are those of `count`; bad rows are named by their place in the list, counted from 1.
     """
     try:
-        conversations = msgspec.json.decode(path.read_bytes())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadTrace(f"{path}: not JSON: {error}") from None
+        conversations = decoded(path.read_bytes().removeprefix(BOM_UTF8))
+    except ValueError as error:
+        raise BadTrace(f"{path}: {error}") from None
     if not isinstance(conversations, list):
         raise BadTrace(f"{path}: not a list of conversations")
 
@@ -70,7 +71,7 @@ def sharegpt(path: Path, count: Count = estimated) -> Iterator[Request | BadRow]
             raise ValueError("an empty question or answer")
         return Request(due=0.0, prompt_tokens=count(question), output_tokens=count(answer), text=question)
 
-    return checked(enumerate(conversations, 1), parse)
+    return checked(enumerate(conversations, 1), parse, "conversation")
 
 
 def evalscope(path: Path) -> Iterator[Request | BadRow]:
@@ -82,7 +83,7 @@ def evalscope(path: Path) -> Iterator[Request | BadRow]:
     def parse(row: dict[str, Any]) -> Request:
         body = row.get("body")
         if isinstance(body, str):
-            body = _decoded(body.encode())
+            body = decoded(body.encode())
         if not isinstance(body, dict) or not ("messages" in body or "prompt" in body):
             raise ValueError("body is not a request with messages or a prompt")
         headers = row.get("headers") or {}
@@ -113,8 +114,8 @@ def ours(path: Path, allowed: float = 0.0) -> Workload:
     if not lines:
         raise BadTrace(f"{problem}: it is empty")
     try:
-        header = msgspec.json.decode(lines[0][1], type=Header)
-    except msgspec.DecodeError as error:
+        header = msgspec.json.decode(lines[0][1].removeprefix(BOM_UTF8), type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadTrace(f"{problem}: line 1: {error}") from None
     if header.workload != FORMAT:
         raise BadTrace(f"{path}: format {header.workload}, this version reads {FORMAT}")
@@ -123,7 +124,7 @@ def ours(path: Path, allowed: float = 0.0) -> Workload:
     for number, line in lines[1:]:
         try:
             requests.append(decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadTrace(f"{path}: line {number}: {error}") from None
     if len(requests) != header.requests:
         raise BadTrace(f"{path}: {len(requests)} requests, line 1 announces {header.requests}: the file was cut")
@@ -144,17 +145,19 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     """(line, object) of a file of JSON lines; what is no JSON object is bad. Empty lines are nothing."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            line = line.removeprefix(BOM_UTF8)  # editors of Windows write it
             if not line.strip():
                 continue
             try:
-                row = _decoded(line)
+                row = decoded(line)
             except ValueError as error:
                 yield number, BadRow(number, str(error))
                 continue
             yield number, row if isinstance(row, dict) else BadRow(number, "not a JSON object")
 
 
-def _decoded(data: bytes) -> Any:
+def decoded(data: bytes) -> Any:
+    """The JSON value; ValueError if it is none, or nested too deep."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +58,16 @@ def kind_of(path: Path) -> str:
     """Name of the format, from the first line of the file; BadTrace if it looks like none of them."""
     with path.open("rb") as file:
         start = next((line for line in iter(lambda: file.readline(1 << 20), b"") if line.strip()), b"")
-    text = start.decode("utf-8-sig", "replace").strip()
+    if not start:
+        raise BadTrace(f"{path}: there is nothing in it")
+    start = start.removeprefix(BOM_UTF8)
+    text = start.decode(errors="replace").strip()
     if text.startswith("["):
         return "sharegpt"
     if text.startswith("{"):
         try:
-            row = msgspec.json.decode(start)
-        except msgspec.DecodeError:
+            row = json_traces.decoded(start)
+        except ValueError:
             row = {}
         for kind, field in ((OURS, "workload"), ("mooncake", "input_length"), ("evalscope", "body")):
             if field in row:
@@ -99,8 +103,11 @@ def jittered(workload: Workload, seconds: float, rng: np.random.Generator) -> Wo
 
 
 def token_counter(tokenizer: Path) -> Callable[[str], int]:
-    """Tokens of a text by a `tokenizer.json`, without special ones."""
+    """Tokens of a text by a `tokenizer.json`, without special ones; ValueError if the file is none."""
     from tokenizers import Tokenizer
 
-    encoder = Tokenizer.from_file(str(tokenizer))
+    try:
+        encoder = Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # it raises nothing more special, for missing files too
+        raise ValueError(f"tokenizer: {tokenizer}: {error}") from None
     return lambda text: len(encoder.encode(text, add_special_tokens=False).ids)

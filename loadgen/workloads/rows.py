@@ -19,13 +19,14 @@ MOST_SECONDS = 4e11  # wall-clock seconds of year 14000, in microseconds by mist
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that cannot be used: where it is and why."""
+    """A row that cannot be used: where it is, counted in `unit`s, and why."""
 
     line: int
     problem: str
+    unit: str = "line"
 
     def __str__(self) -> str:
-        return f"line {self.line}: {self.problem}"
+        return f"{self.unit} {self.line}: {self.problem}"
 
 
 class BadTrace(ValueError):
@@ -115,8 +116,10 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def checked(numbered: Iterable[tuple[int, Any]], parse: Callable[[Any], Request]) -> Iterator[Request | BadRow]:
-    """Each row parsed, or the ValueError that `parse` raised as a bad row."""
+def checked(
+    numbered: Iterable[tuple[int, Any]], parse: Callable[[Any], Request], unit: str = "line"
+) -> Iterator[Request | BadRow]:
+    """Each row parsed, or the ValueError that `parse` raised as a bad row; `unit`: what the numbers count."""
     for line, row in numbered:
         if isinstance(row, BadRow):
             yield row
@@ -124,4 +127,4 @@ def checked(numbered: Iterable[tuple[int, Any]], parse: Callable[[Any], Request]
         try:
             yield parse(row)
         except ValueError as error:
-            yield BadRow(line, str(error))
+            yield BadRow(line, str(error), unit)

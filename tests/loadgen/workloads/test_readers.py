@@ -162,11 +162,11 @@ def test_evalscope_rows(trace: Callable[[str | bytes], Path]) -> None:
         ("mooncake", FILES["mooncake"].replace("[0, 1]", "[0, -1]"), "line 2: hash_ids"),
         ("mooncake", FILES["mooncake"].replace("[0, 1]", "[0, 1, 7]"), "line 2: hash_ids: 3 for 1024 tokens"),
         ("mooncake", FILES["mooncake"].replace("1025", "true"), "line 1: input_length is True"),
-        ("sharegpt", json.dumps([SHAREGPT[0], {"conversations": []}]), "line 2: no `conversations`"),
+        ("sharegpt", json.dumps([SHAREGPT[0], {"conversations": []}]), "conversation 2: no `conversations`"),
         (
             "sharegpt",
             json.dumps([SHAREGPT[0], {"conversations": SHAREGPT[0]["conversations"][::-1]}]),
-            "line 2: begins",
+            "conversation 2: begins",
         ),
         ("evalscope", FILES["evalscope"].replace('"prompt', '"promt').replace('\\"prompt', '\\"promt'), "line 2: body"),
         ("evalscope", FILES["evalscope"].replace("2026-01-01T00:00:01Z", "soon"), "line 1: timestamp is 'soon'"),
@@ -187,7 +187,10 @@ def test_bad_rows_are_named(kind: str, content: str, complaint: str, trace: Call
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("", "looks like no trace"),
+        ("", "there is nothing in it"),
+        ("\n \n", "there is nothing in it"),
+        ('{"body":' + "[" * 100_000 + "]" * 100_000 + "}\n", "looks like no trace"),
+        ("[" * 100_000 + "]" * 100_000, "not JSON"),
         ("a,b\n1,2\n", "looks like no trace"),
         ("[1, 2", "not JSON"),
         ("[1, 2]", "2 of 2 rows cannot be used"),
@@ -301,3 +304,28 @@ def test_real_traces(name: str, rows: int, means: tuple[float, float], rate: flo
     assert found["arrivals"]["rate"] == pytest.approx(rate, rel=1e-2)
     if "conversation" in name:
         assert found["block_hit_share"] == pytest.approx(0.366, abs=0.002)
+
+
+@pytest.mark.parametrize("kind", sorted(FILES))
+def test_a_byte_order_mark_is_no_content(kind: str, trace: Callable[[str | bytes], Path]) -> None:
+    """Files that an editor of Windows saved are read like any other."""
+    path = trace(b"\xef\xbb\xbf" + FILES[kind].encode())
+    assert readers.kind_of(path) == kind
+    assert len(readers.read(path).requests) == 2
+
+
+def test_a_tokenizer_that_is_none_is_named(tmp_path: Path) -> None:
+    """A missing file and one that is no tokenizer are a ValueError with the path."""
+    (tmp_path / "odd.json").write_text("{}")
+    for name in ("missing.json", "odd.json"):
+        with pytest.raises(ValueError, match=f"tokenizer: .*{name}"):
+            readers.token_counter(tmp_path / name)
+
+
+def test_one_stamp_far_away_costs_no_memory(trace: Callable[[str | bytes], Path]) -> None:
+    """A trace with one request centuries after the others is described: empty seconds are counted, not listed."""
+    path = trace(AZURE.replace("2023-11-16 18:15:50.9951690", "9023-11-16 18:15:50"))
+    found = describe(readers.read(path))["arrivals"]
+    assert found["seconds"] > 2e11
+    assert found["peak_1s"] == pytest.approx(found["seconds"], rel=1e-6)
+    assert found["iod_1s"] == pytest.approx(1.0)
