@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -82,8 +83,8 @@ class Stamp:
     def write(self, figures: dict[str, Any], path: Path | None = None, digits: int = 5) -> Path:
         """Write conditions and figures as JSON to `path` (default results/NAME.json) and return the path.
 
-        Floats are cut to `digits` significant ones. Written beside and moved in place: an interrupted run leaves the
-        old result whole.
+        Floats are cut to `digits` significant ones, those that are not finite become null. Written beside and moved in
+        place: an interrupted run leaves the old result whole.
         """
         path = path or RESULTS / f"{self._name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,9 +95,18 @@ class Stamp:
             **figures,
         }
         partial = path.with_name(path.name + ".part")
-        partial.write_text(json.dumps(rounded(result, digits), indent=1) + "\n")
+        partial.write_text(json.dumps(finite(rounded(result, digits)), indent=1, allow_nan=False) + "\n")
         partial.replace(path)
         return path
+
+
+def finite(value: Any) -> Any:
+    """The same structure with None for what is no finite number: JSON has no nan."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def rounded(value: Any, digits: int = 5) -> Any:

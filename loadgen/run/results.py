@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 
 from loadgen.metrics import RequestRecord
+from loadgen.report import finite
 from loadgen.run.exact import Reference
 from loadgen.run.figures import Sent
 
@@ -176,15 +176,6 @@ def write_tables(folder: Path, sent: Sequence[Sent], found: dict[str, Any]) -> N
             for tier, group in {**found["tiers"], "all": found}.items()
         ),
     )
-
-
-def finite(value: Any) -> Any:
-    """The same structure with None for what is no number: JSON has no nan."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(v) for key, v in value.items()}
-    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _if(condition: object, value: float) -> float | None:

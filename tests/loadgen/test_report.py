@@ -1,6 +1,7 @@
 """Results on disk: the conditions of a measurement are written beside its figures."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,11 @@ def test_tables_show_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for text in ("a [title]", "b [min-max]", "d [e]"):
         assert text in printed
+
+
+def test_results_are_json_for_every_reader(tmp_path: Path) -> None:
+    """A figure that is no number is null in the file: nan is no JSON, and many readers refuse the whole file."""
+    path = report.Stamp("x", {}, []).write({"p50": math.nan, "list": [math.inf, 1.0]}, tmp_path / "x.json")
+    found = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in the file"))
+    assert found["p50"] is None
+    assert found["list"] == [None, 1.0]
