@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,13 @@ def load(folder: Path) -> RunFiles:
     if not isinstance(found, dict) or found.get("bench") != "run":
         raise ValueError(f"{path}: not a result of `python -m loadgen run`")
     return RunFiles(folder.resolve().name, found, results.read_answers(folder)[1])
+
+
+def load_all(folders: Sequence[Path]) -> list[RunFiles]:
+    """Each folder once, those of equal names under their whole paths; ValueError if one is no run."""
+    runs = [(folder, load(folder)) for folder in dict.fromkeys(folders)]
+    names = [run.name for _, run in runs]
+    return [run if names.count(run.name) == 1 else replace(run, name=str(folder)) for folder, run in runs]
 
 
 def page(runs: Sequence[RunFiles]) -> str:

@@ -130,9 +130,11 @@ def _longest_gaps(run: RunFiles, end: float, bins: int) -> dict[str, list[tuple[
 
 
 def capacity(runs: Sequence[RunFiles]) -> list[Plot]:
-    """Waits and goodput over the rate at which each run's requests were sent."""
-    ordered = sorted(runs, key=lambda run: run.found["arrivals"]["rate"] or 0.0)
-    rates = [run.found["arrivals"]["rate"] or 0.0 for run in ordered]
+    """Waits and goodput over the rate at which each run's requests were sent; a run of one request has none."""
+    ordered = sorted(
+        (run for run in runs if run.found["arrivals"]["rate"]), key=lambda run: run.found["arrivals"]["rate"]
+    )
+    rates = [run.found["arrivals"]["rate"] for run in ordered]
     drawn = []
     for name, title in (("ttft_ms", "TTFT"), ("normalized_ttft_ms", "TTFT per prompt token"), ("tpot_ms", "TPOT")):
         values = {p: [run.found[f"{p}_{name}"] or math.nan for run in ordered] for p in ("p50", "p99")}

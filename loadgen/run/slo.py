@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loadgen.metrics import RequestRecord
 
@@ -33,7 +33,7 @@ Slos = Mapping[int | None, Slo]
 def slos(texts: Iterable[str]) -> dict[int | None, Slo]:
     """`ttft=500,tpot=50` for all tiers, `0:ttft=200` for tier 0; None is the key of those without one of their own.
 
-    ValueError says what is wrong.
+    Bounds of one tier may come in several texts. ValueError says what is wrong.
     """
     found: dict[int | None, Slo] = {}
     for text in texts:
@@ -51,7 +51,8 @@ def slos(texts: Iterable[str]) -> dict[int | None, Slo]:
                 raise ValueError(f"slo: {name} is {value!r}; give milliseconds") from None
             if not values[name] > 0:
                 raise ValueError(f"slo: {name} is {value} ms; give a number > 0")
-        found[int(tier) if colon else None] = Slo(**values)
+        key = int(tier) if colon else None
+        found[key] = replace(found.get(key, Slo()), **values)
     return found
 
 

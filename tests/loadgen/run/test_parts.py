@@ -43,6 +43,11 @@ def test_slo_of_a_tier_or_of_all() -> None:
     assert slo_of({}, 0) is None
 
 
+def test_bounds_of_one_tier_add_up() -> None:
+    """An SLO in two options is one: the second does not wipe out the first."""
+    assert slos(["ttft=500", "tpot=50", "1:e2el=9"]) == {None: Slo(ttft=500, tpot=50), 1: Slo(e2el=9)}
+
+
 def test_slo_bounds() -> None:
     """All bounds must hold, and only for requests that ended well; one token has no time per token."""
     good = record(times=(0.1, 0.2, 0.3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -110,6 +111,21 @@ def test_several_runs_have_a_capacity_curve(runs: list[Path], tmp_path: Path) ->
     titles = {svg.attrib["aria-label"] for svg in drawings(page)}
     assert {"TTFT by rate", "TPOT by rate", "served by rate", "within SLO by rate"} <= titles
     assert all(run.name in page for run in runs)
+
+
+def test_runs_of_one_name_stay_apart(runs: list[Path], tmp_path: Path) -> None:
+    """Folders of equal names are told apart by their paths; one that is given twice counts once."""
+    other = shutil.copytree(runs[1], tmp_path / runs[0].name)
+    found = html.load_all([runs[0], other, runs[0], runs[1]])
+    assert [run.name for run in found] == [str(runs[0]), str(other), runs[1].name]
+
+
+def test_a_run_without_a_rate_is_in_no_capacity_curve(runs: list[Path]) -> None:
+    """One request has no rate: it is not drawn at 0 requests/s."""
+    one, two = html.load(runs[0]), html.load(runs[1])
+    without = plots.RunFiles("one", {**one.found, "arrivals": {**one.found["arrivals"], "rate": None}}, one.lines)
+    drawn = [[plot.svg() for plot in plots.capacity(each)] for each in ([one, two], [one, two, without])]
+    assert drawn[0] == drawn[1]
 
 
 def test_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
