@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,6 +21,11 @@ def seed(text: str) -> int:
 def count(text: str) -> int:
     """A whole number >= 1."""
     return _at_least(int(text), 1, "is too few; give a whole number >= 1")
+
+
+def whole(text: str) -> int:
+    """A whole number >= 0."""
+    return _at_least(int(text), 0, "is too few; give a whole number >= 0")
 
 
 def positive(text: str) -> float:
@@ -37,6 +44,34 @@ def share(text: str) -> float:
     return value
 
 
+def out_file(text: str) -> Path:
+    """A file that can be written, or made with its folders: said before the work, not after it."""
+    path = Path(text)
+    if os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file")
+    _writable(path.parent)
+    return path
+
+
+def out_folder(text: str) -> Path:
+    """A folder that can be written to, or made."""
+    path = Path(text)
+    _writable(path)
+    return path
+
+
+def model_folder(text: str) -> str:
+    """A local folder with a model, as vLLM loads it."""
+    if not os.path.isfile(os.path.join(text, "config.json")):
+        raise argparse.ArgumentTypeError(f"{text!r} has no config.json; name the folder of a model")
+    return text
+
+
+def settings(text: str) -> dict[str, Any]:
+    """The values of `key=value,...` as YAML reads them, 3e9 as a number too; ValueError if it is written otherwise."""
+    return {key: _value(value) for key, value in (part.split("=") for part in text.split(",") if part)}
+
+
 def policy(registry: Registry[Any], text: str) -> dict[str, Any]:
     """The spec of a policy written as `name` or `name:parameter=value,...`.
 
@@ -44,9 +79,7 @@ def policy(registry: Registry[Any], text: str) -> dict[str, Any]:
     """
     name, _, rest = text.partition(":")
     try:
-        parameters = {
-            key: yaml.safe_load(value) for key, value in (part.split("=") for part in rest.split(",") if rest)
-        }
+        parameters = settings(rest)
         if "predictor" in registry.parameters(name):
             parameters.setdefault("predictor", "oracle")
         registry.make(name, **parameters)
@@ -55,6 +88,30 @@ def policy(registry: Registry[Any], text: str) -> dict[str, Any]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: write a policy as name or name:parameter=value,...") from None
     return {"name": name, **parameters}
+
+
+def _value(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"{text!r} is no value") from None
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value)  # YAML takes 3e9 for a text, and wants 3.0e+9
+    except ValueError:
+        return value
+    return number if math.isfinite(number) else value
+
+
+def _writable(folder: Path) -> None:
+    place = folder
+    while not os.path.exists(place) and place != place.parent:  # as Path.exists, without its PermissionError
+        place = place.parent
+    if not os.path.isdir(place):
+        raise argparse.ArgumentTypeError(f"{place} is no folder; name another place")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{place} cannot be written to; name another place")
 
 
 def _at_least(value: int, least: int, complaint: str) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
+from rich.markup import escape
 
 from loadgen import arguments, report
 from loadgen.advisor import command as advisor
@@ -66,7 +67,9 @@ def parser() -> argparse.ArgumentParser:
             metavar="N",
             help="default: %(default)s",
         )
-        one.add_argument("--out", type=Path, default=report.RESULTS / f"{name}.json", help="default: %(default)s")
+        one.add_argument(
+            "--out", type=arguments.out_file, default=report.RESULTS / f"{name}.json", help="default: %(default)s"
+        )
         module.add_arguments(one)
         one.set_defaults(call=_run_bench, bench=name)
     workload = commands.add_parser("workload", help=workloads.TITLE, description=workloads.TITLE)
@@ -126,8 +129,16 @@ def _run_bench(args: argparse.Namespace, console: Console) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; returns the exit status, 130 if it was interrupted."""
     args = parser().parse_args(argv)
     call = vars(args).pop("call")
-    status: int = call(args, Console())
+    console = Console()
+    try:
+        status: int = call(args, console)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    except OSError as error:  # of a result that cannot be written, above all
+        console.print(f"[red]{escape(str(error))}[/red]")
+        return 1
     return status

@@ -82,7 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=arguments.count, default=3, help="runs that must hold (default: %(default)s)")
     workloads.add_trace_arguments(parser)
-    parser.add_argument("--out", type=Path, default=RESULTS / "advice", metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=arguments.out_folder, default=RESULTS / "advice", metavar="DIR", help="default: %(default)s"
+    )
 
 
 def pair(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -175,8 +177,8 @@ def _machine(args: argparse.Namespace) -> tuple[Machine, StepCost, float | None]
     machine = Machine(args.model, args.gpu, args.tp, shape, kv_bytes, migration=not args.no_migration)
     if args.fitted is None:
         return machine, Roofline(model, DEVICES[args.gpu], args.tp), None
-    error = json.loads(args.fitted.read_text()).get("unseen_error")
-    return machine, calibrate.load(args.fitted), error
+    cost = calibrate.load(args.fitted)
+    return machine, cost, json.loads(args.fitted.read_text()).get("unseen_error")
 
 
 def _fitting(workload: Workload, machine: Machine, known: Slos) -> tuple[list[Job], list[str]]:

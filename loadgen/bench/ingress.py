@@ -52,7 +52,9 @@ REST = "rest of Ray"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `bench ingress`."""
-    parser.add_argument("--model", default=None, help="local model folder (default: the default model)")
+    parser.add_argument(
+        "--model", type=arguments.model_folder, default=None, help="local model folder (default: the default model)"
+    )
     parser.add_argument(
         "--rounds", type=arguments.count, default=5, help="rounds, each measures both (default: %(default)s)"
     )

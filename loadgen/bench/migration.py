@@ -52,7 +52,9 @@ TICK_S = 0.01  # how often the client looks at how late it is
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `bench migration`."""
-    parser.add_argument("--model", default=None, help="local model folder (default: the default model)")
+    parser.add_argument(
+        "--model", type=arguments.model_folder, default=None, help="local model folder (default: the default model)"
+    )
     parser.add_argument(
         "--rounds", type=arguments.count, default=6, help="moves of each kind and length (default: %(default)s)"
     )

@@ -82,7 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser, policies: Sequence[str] = ())
         metavar="NAME[:PARAMETER=VALUE,...]",
         help=f"policies to compare with {REFERENCE} (default: {' '.join(names)})",
     )
-    parser.add_argument("--model", default=None, help="local model folder (default: the default model)")
+    parser.add_argument(
+        "--model", type=arguments.model_folder, default=None, help="local model folder (default: the default model)"
+    )
     parser.add_argument("--requests", type=arguments.count, default=36, help="requests per seed (default: %(default)s)")
     parser.add_argument(
         "--rate", type=arguments.positive, default=10.0, help="arrivals, requests/s (default: %(default)s)"

@@ -48,7 +48,9 @@ PUNCTUAL_S = 0.1  # a client that is later measures itself
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `bench tiers`."""
-    parser.add_argument("--model", default=None, help="local model folder (default: the default model)")
+    parser.add_argument(
+        "--model", type=arguments.model_folder, default=None, help="local model folder (default: the default model)"
+    )
     parser.add_argument("--replicas", type=arguments.count, default=2, help="engine replicas (default: %(default)s)")
     parser.add_argument(
         "--mix",

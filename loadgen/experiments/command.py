@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--processes", type=arguments.count, default=2, help="default: %(default)s")
     parser.add_argument("--fresh", action="store_true", help="forget the cells that are there")
-    parser.add_argument("--out", type=Path, help="folder of the results (default: results/experiments)")
+    parser.add_argument("--out", type=arguments.out_folder, help="folder of the results (default: results/experiments)")
     parser.add_argument("--page", action="store_true", help="only make docs/experiments.md and the plots anew")
 
 

@@ -26,7 +26,9 @@ TRAIN = "train the ranker of `predictor: learned` on a request log or a trace, o
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `record-lengths`."""
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="lines are appended to it")
+    parser.add_argument(
+        "--out", type=arguments.out_file, required=True, metavar="FILE.jsonl", help="lines are appended to it"
+    )
     parser.add_argument("--count", type=arguments.count, default=400, help="prompts (default: %(default)s)")
     parser.add_argument("--max-tokens", type=arguments.count, default=256, help="per answer (default: %(default)s)")
     parser.add_argument("--concurrency", type=arguments.count, default=32, help="at once (default: %(default)s)")
@@ -59,7 +61,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--trace", type=Path, metavar="FILE.csv", help="Azure trace: lengths only, so the ranker sees no tokens"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE.npz", help="write the ranker, trained on all requests")
+    parser.add_argument(
+        "--out", type=arguments.out_file, metavar="FILE.npz", help="write the ranker, trained on all requests"
+    )
     parser.add_argument(
         "--evaluate", action="store_true", help="print how well it ranks requests it was not trained on"
     )

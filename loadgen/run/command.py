@@ -8,6 +8,7 @@ import json
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import uvloop
@@ -19,12 +20,12 @@ from loadgen.report import Stamp, rounded, show
 from loadgen.run import html, results
 from loadgen.run.exact import compare
 from loadgen.run.figures import detail, figures
+from loadgen.run.handle import PREFIX
 from loadgen.run.hooks import Hook, hook
 from loadgen.run.measure import APIS, Measured, measure
 from loadgen.run.prompts import TIER_PLACES, ProbeFailed
 from loadgen.run.slo import slos
 from loadgen.workloads import command as workloads
-from loadgen.workloads import readers
 from loadgen.workloads.workload import Workload, describe
 
 TITLE = "send a workload to any OpenAI-compatible server at its times, and report waits, outcomes and goodput by tier"
@@ -36,7 +37,7 @@ DIGITS = 9  # of the figures in run.json: times of an hour to the microsecond
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `run`."""
     parser.add_argument(
-        "url", help="server, http://127.0.0.1:8000 say; handle:NAME: an application of this Ray cluster"
+        "url", type=_url, help="server, http://127.0.0.1:8000 say; handle:NAME: an application of this Ray cluster"
     )
     parser.add_argument("--model", help="name of the model (default: the first that the server lists)")
     parser.add_argument(
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--template-tokens",
-        type=int,
+        type=arguments.whole,
         metavar="N",
         help="tokens that the server adds to a prompt (default: asked of it)",
     )
@@ -84,25 +85,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Prometheus pages, or Ray's list of them (default: URL/metrics)",
     )
     parser.add_argument("--save-detailed", action="store_true", help="one entry a request in run.json too")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/DATE")
+    parser.add_argument("--out", type=arguments.out_folder, metavar="DIR", help="default: runs/DATE")
     workloads.add_model_arguments(parser)
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `report`."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="folders that `run` wrote")
-    parser.add_argument("--out", type=Path, default=Path(REPORT), metavar="FILE.html", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=arguments.out_file, default=Path(REPORT), metavar="FILE.html", help="default: %(default)s"
+    )
 
 
 def run_report(args: argparse.Namespace, console: Console) -> int:
     """Write the report of the runs; status 1 if one of them cannot be read."""
     try:
-        args.out.write_text(html.page([html.load(folder) for folder in args.runs]))
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(html.page(html.load_all(args.runs)))
     except (OSError, ValueError) as error:
         console.print(f"report: {escape(str(error))}")
         return 1
     console.print(f"written: {args.out}")
     return 0
+
+
+def _url(text: str) -> str:
+    if text.startswith(PREFIX):
+        return text
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is no number
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; write http://HOST:PORT, or handle:NAME")
+    return text
 
 
 def _hook(text: str) -> Hook:
@@ -132,6 +149,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         told = {**vars(args), "at": [f"{h.at:g}s:{h.command}" for h in args.at]}
         stamp = Stamp("run", told, [args.seed])
         workloads.tell_bad_rows(workload, console)
+        for tier in sorted({tier for tier in bounds if tier is not None} - {r.tier for r in workload.requests}):
+            console.print(f"slo: no request is of tier {tier}; --tiers gives tiers to a workload")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             measured = runner.run(measure(args, workload, keys, console))
     except (OSError, ValueError, ProbeFailed, aiohttp.ClientError) as error:
@@ -157,22 +176,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "server_counters": measured.counted,
         **(detail(measured.sent) if args.save_detailed else {}),
     }
-    stamp.write(results.finite(result), folder / results.RUN, DIGITS)
+    stamp.write(result, folder / results.RUN, DIGITS)
     (folder / REPORT).write_text(html.page([html.load(folder)]))
-    _print(console, found, exact, measured)
+    _print(console, found, exact, measured, bool(args.metrics_url))
     console.print(f"written: {folder}")
     return int(bool(exact and exact["different"]))
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    if args.workload is None:
-        return workloads.make_from(args)
-    workload = readers.read(args.workload)
-    if not workload.requests:
-        raise ValueError(f"workload: {args.workload} has no request")
-    if args.context is not None:
-        workload = workload.scaled(args.context)
-    return workloads.changed(workload, args)
+    return workloads.make_from(args) if args.workload is None else workloads.file_of(args)
 
 
 def _bench_serve(args: argparse.Namespace, workload: Workload, measured: Measured) -> dict[str, Any]:
@@ -192,7 +204,9 @@ def _bench_serve(args: argparse.Namespace, workload: Workload, measured: Measure
     }
 
 
-def _print(console: Console, found: dict[str, Any], exact: dict[str, Any] | None, measured: Measured) -> None:
+def _print(
+    console: Console, found: dict[str, Any], exact: dict[str, Any] | None, measured: Measured, asked_counters: bool
+) -> None:
     groups = {**found["tiers"], "all": found}.items()
     heads = ("tier", "asked", *found["outcomes"], "in SLO")
     good = {tier: "-" if g["within_slo"] is None else f"{g['within_slo']:.0%}" for tier, g in groups}
@@ -215,6 +229,8 @@ def _print(console: Console, found: dict[str, Any], exact: dict[str, Any] | None
         console.print("the client could not keep the times: the waits include its own lag; give it more CPU")
     for ran in measured.hooks:
         console.print(f"at {ran['at']:g} s: {escape(ran['command'])}: status {ran['status']}")
+    if measured.counted is None and asked_counters:
+        console.print("metrics-url: none of the pages could be read before and after the run: nothing was counted")
     if measured.counted:
         told = ", ".join(f"{name} {rounded(value):g}" for name, value in measured.counted.items() if value)
         console.print(f"the server counted: {told or 'nothing'}")

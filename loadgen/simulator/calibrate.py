@@ -79,9 +79,9 @@ def error(cost: Fitted, rows: Sequence[Measured]) -> float:
 
 
 def unseen_error(rows: Sequence[Measured]) -> float | None:
-    """The same for each run by a fit to the others, averaged over the runs; None with fewer than two."""
+    """The same for each run by a fit to the others, averaged over the runs; None where these are too few."""
     runs = sorted({row.run for row in rows})
-    if len(runs) < 2:
+    if min(sum(row.run != run for row in rows) for run in runs) < LEAST:
         return None
     errors = []
     for run in runs:
@@ -123,9 +123,13 @@ def read(path: Path) -> list[Measured]:
 def load(path: Path) -> Fitted:
     """The step times that `run` wrote; ValueError if the file is none of its."""
     try:
-        return Fitted(**json.loads(path.read_text())["seconds"])
-    except (KeyError, TypeError, json.JSONDecodeError):
-        raise ValueError(f"{path}: is not a result of `python -m loadgen calibrate`") from None
+        fitted = Fitted(**json.loads(path.read_text())["seconds"])
+        possible = all(0 <= seconds < math.inf for seconds in asdict(fitted).values()) and fitted.step > 0
+    except (KeyError, TypeError, ValueError):
+        possible = False
+    if not possible:
+        raise ValueError(f"{path}: is not a result of `python -m loadgen calibrate`")
+    return fitted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,12 +143,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"columns {columns}, and run if there are several; with --measure: where to keep what was measured",
     )
     parser.add_argument("--measure", action="store_true", help="measure a real engine on a core of this machine first")
-    parser.add_argument("--model", help="with --measure: local model folder (default: the default model)")
+    parser.add_argument(
+        "--model", type=arguments.model_folder, help="with --measure: local model folder (default: the default model)"
+    )
     parser.add_argument(
         "--runs", type=arguments.count, default=3, help="with --measure: sweeps of about 25 s (default: %(default)s)"
     )
     parser.add_argument("--seed", type=arguments.seed, default=0, help="with --measure (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "step-times.json", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=arguments.out_file, default=RESULTS / "step-times.json", help="default: %(default)s"
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -21,7 +21,6 @@ from loadgen.simulator import calibrate, options
 from loadgen.simulator.hardware import DEVICES, GIB, MODELS, kv_blocks
 from loadgen.simulator.step_cost import Roofline, StepCost
 from loadgen.workloads import command as workloads
-from loadgen.workloads import readers
 from policies.balancing import BALANCING
 from policies.scheduling import SCHEDULING
 from policies.tiers import MAX_TIERS, decaying_headroom
@@ -104,7 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeat", type=arguments.count, default=1, metavar="N", help="runs, with seeds from --seed on"
     )
     parser.add_argument("--plain", action="store_true", help="without short cuts: the same result, five times slower")
-    parser.add_argument("--out", type=Path, default=RESULTS / "simulate.json", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=arguments.out_file, default=RESULTS / "simulate.json", help="default: %(default)s"
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -191,7 +192,7 @@ def _fleet(args: argparse.Namespace, shape: Shape, tiers: int, seed: int, block_
 def _workload(args: argparse.Namespace, seed: int, longest: int) -> Workload:
     """The workload of a seed, for requests of at most so many tokens."""
     if args.workload is not None:
-        workload = readers.read(args.workload)
+        workload = workloads.file_of(argparse.Namespace(**{**vars(args), "seed": seed}))
         return workload.scaled(longest) if workload.context > longest else workload
     context = longest if args.context is None else min(args.context, longest)
     return workloads.make_from(argparse.Namespace(**{**vars(args), "seed": seed, "context": context}))

@@ -46,6 +46,13 @@ class Shape:
     asynchronous: bool = True
     prefix_caching: bool = False
 
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} are too few for a token of each of "
+                f"{self.max_num_seqs} sequences; give more, or a lower max_num_seqs"
+            )
+
     @property
     def longest(self) -> int:
         """Tokens of the longest request (prompt and answer) that this engine can finish."""

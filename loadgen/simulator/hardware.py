@@ -129,6 +129,8 @@ def kv_blocks(model: Model, device: Device, tp: int = 1, block_size: int = 16, u
     """
     left = device.memory_gib * GIB * utilization - model.weight_bytes / tp - ACTIVATIONS_GIB * GIB
     blocks = int(left // (model.kv_bytes / tp * block_size))
+    if blocks < 1 and left > 0:
+        raise ValueError(f"block_size: {block_size} tokens of KV need more than the {left / GIB:.1f} GiB that are left")
     if blocks < 1:
         raise ValueError(
             f"tp: the weights need {model.weight_bytes / tp / GIB:.0f} GiB on each of {tp} devices, which have "

@@ -6,8 +6,6 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from loadgen import arguments
 from loadgen.simulator import transfer
 from loadgen.simulator.scaling import SCALING, Autoscaling
@@ -65,7 +63,7 @@ def span(text: str) -> tuple[int, float, float]:
 def migration(text: str) -> dict[str, Any]:
     """The settings of `key=value,...`, which make a Migration."""
     try:
-        settings = {key: yaml.safe_load(value) for key, value in (part.split("=") for part in text.split(",") if part)}
+        settings = arguments.settings(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: write KEY=VALUE,...") from None
     try:

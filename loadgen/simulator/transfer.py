@@ -10,6 +10,7 @@ from deployments.settings import MigrationSettings
 from policies.migration.events import Limits
 from policies.migration.pairing import Pairing
 from policies.migration.victims import Victims
+from policies.registry import number
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,10 @@ class Transfer:
     slowdown: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.bandwidth:
-            raise ValueError(f"bandwidth must be > 0 bytes/s, got {self.bandwidth}: 8e9 is the default")
+        if self.bandwidth != math.inf:
+            number("bandwidth", self.bandwidth, "Bytes/s; 8e9 is the default.", above=0)
         for name in ("message_s", "handover_s", "slowdown"):
-            if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise ValueError(f"{name} must be >= 0 and finite, got {value}: leave it out for the default")
+            number(name, getattr(self, name), "Leave it out for the default.", low=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def figures(records: Sequence[RequestRecord]) -> dict[str, float]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `validate`."""
-    parser.add_argument("--model", help="local model folder (default: the default model)")
+    parser.add_argument("--model", type=arguments.model_folder, help="local model folder (default: the default model)")
     parser.add_argument("--lengths", nargs="+", choices=lengths.names(), default=["chat", "code"], help="default: both")
     parser.add_argument(
         "--loads",
@@ -101,8 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=arguments.positive, default=20.0, help="in which requests arrive (20)")
     parser.add_argument("--burst", type=arguments.count, default=30, help="requests by which capacity is measured (30)")
     parser.add_argument("--seed", type=arguments.seed, default=0, help="default: %(default)s")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the engines' step logs, for `replay`")
-    parser.add_argument("--out", type=Path, default=RESULTS / "validation.json", help="default: %(default)s")
+    parser.add_argument(
+        "--logs", type=arguments.out_folder, metavar="FOLDER", help="keep the engines' step logs, for `replay`"
+    )
+    parser.add_argument(
+        "--out", type=arguments.out_file, default=RESULTS / "validation.json", help="default: %(default)s"
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -94,7 +94,7 @@ def add_change_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument("--out", type=arguments.out_file, required=True, metavar="FILE.jsonl")
 
 
 def models(known: dict[str, type[Any]]) -> str:
@@ -126,6 +126,16 @@ def read_from(args: argparse.Namespace) -> Workload:
     if args.arrivals is not None:
         times = arrival_model(args.arrivals).times(len(workload.requests), rng)
         workload = workload.retimed(times, {"arrivals": args.arrivals, "seed": args.seed})
+    if args.context is not None:
+        workload = workload.scaled(args.context)
+    return changed(workload, args)
+
+
+def file_of(args: argparse.Namespace) -> Workload:
+    """The workload of the file `args.workload`, with the window, tiers, cancellations and deadlines asked for."""
+    workload = readers.read(args.workload)
+    if not workload.requests:
+        raise ValueError(f"workload: {args.workload} has no request")
     if args.context is not None:
         workload = workload.scaled(args.context)
     return changed(workload, args)

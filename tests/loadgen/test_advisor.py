@@ -246,6 +246,14 @@ def options(tmp_path: Path, *more: str) -> list[str]:
     ]
 
 
+def test_step_times_that_are_none_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A JSON file that is no result of calibrate ends with status 1 and its name."""
+    line = options(tmp_path, "--slo", "ttft=400")
+    (tmp_path / "cost.json").write_text("[]")
+    assert main(line) == 1
+    assert "cost.json: is not a result of" in " ".join(capsys.readouterr().out.split())
+
+
 def test_command_writes_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One command: the answer with its confidence, figures, a page, and a Serve file for CPU; twice, the same."""
     line = options(tmp_path, "--slo", "0:ttft=400", "--slo", "1:ttft=2000")

@@ -71,3 +71,61 @@ def test_router_bench_runs_and_writes_its_result(tmp_path: Path, capsys: pytest.
     assert 0 < result["serve_router_us"]["sal"]["4"]["p50_us"] < 10_000
     assert 0 < result["report_age_ms"]["2"]["delivery_count"]["p50_ms"] < 1000
     assert "microseconds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["bench", "larry", "--out"],
+        ["calibrate", "steps.csv", "--out"],
+        ["simulate", "--out"],
+        ["validate", "--out"],
+        ["workload", "create", "--out"],
+        ["report", "runs/a", "--out"],
+        ["train-predictor", "--log", "x.jsonl", "--out"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_result_that_cannot_be_written_is_said_before_the_work(
+    argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder in place of a file, or a file in place of a folder on the way to it, is refused with the options."""
+    (tmp_path / "file").touch()
+    for place, complaint in ((tmp_path, "name a file"), (tmp_path / "file" / "x", "is no folder")):
+        with pytest.raises(SystemExit) as ended:
+            main([*argv, str(place)])
+        assert ended.value.code == 2
+        assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "advise", "experiment"])
+def test_a_file_is_no_folder_for_results(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What writes a folder refuses the name of a file before it does anything."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main([command, "--out", str(tmp_path / "file")])
+    assert "is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"), [(KeyboardInterrupt(), 130, "interrupted"), (OSError("full"), 1, "full")]
+)
+def test_an_interrupt_and_a_full_disk_end_without_a_traceback(
+    error: BaseException, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ctrl-C in any command ends it with status 130, an error of the system with status 1, each with a line."""
+
+    def fails(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("loadgen.workloads.command.run", fails)
+    assert main(["workload", "describe", "x"]) == status
+    assert said in capsys.readouterr().out
+
+
+def test_a_model_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without a model is refused before an engine is started on it."""
+    for command in (["calibrate", "--measure"], ["validate"], ["bench", "policies"]):
+        with pytest.raises(SystemExit):
+            main([*command, "--model", str(tmp_path)])
+        assert "has no config.json" in capsys.readouterr().err

@@ -68,6 +68,13 @@ def test_one_run_has_no_unseen_error() -> None:
     assert unseen_error([Measured(row.step, row.seconds) for row in measured(CPU, 20, 0.0)]) is None
 
 
+def test_runs_that_are_too_short_have_none_either() -> None:
+    """Two runs of ten steps make a fit of twenty, but neither can be judged by a fit to the other."""
+    rows = [Measured(row.step, row.seconds, str(i % 2)) for i, row in enumerate(measured(CPU, 20, 0.0))]
+    fit(rows)
+    assert unseen_error(rows) is None
+
+
 def write(path: Path, lines: Sequence[str]) -> Path:
     """A CSV file."""
     path.write_text("\n".join((",".join((*Step._fields, "seconds", "run")), *lines)) + "\n")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loadgen import arguments
 from loadgen.cli import main
 from loadgen.simulator.command import jobs
 from loadgen.workloads.make import make
@@ -104,14 +106,18 @@ FIELDS = ("step", "prefill_token", "prefill_request", "attention_pair", "decode"
         (["--arrivals", "poisson"], "poisson needs rate"),
         (["--tiers", "uniform", "--tier-count", "17"], "a fleet 16 at most"),
         (["--kill", "2@1"], "name a replica below 2"),
+        (["--max-num-batched-tokens", "8"], "a lower max_num_seqs"),
+        (["--block-size", "100000000"], "block_size: 100000000 tokens"),
         (["--drain", "2@1"], "name a replica below 2"),
         (["--autoscale", "freeness", "--min-replicas", "3"], "keeps 3 to 4"),
         (["--autoscale", "freeness", "--startup-s", "-1"], "startup_s must be >= 0"),
     ],
 )
-def test_what_does_not_fit_is_said(options: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said(
+    options: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What cannot be simulated ends with status 1 and a sentence, not with a traceback."""
-    assert main([*SMALL, *options, "--out", "/nonexistent/x.json"]) == 1
+    assert main([*SMALL, *options, "--out", str(tmp_path / "x.json")]) == 1
     assert complaint in " ".join(capsys.readouterr().out.split())
 
 
@@ -127,6 +133,9 @@ def test_what_does_not_fit_is_said(options: list[str], complaint: str, capsys: p
         (["--migrate", "speed=3"], "no setting speed"),
         (["--migrate", "threshold=none"], "threshold must be a number"),
         (["--migrate", "threshold"], "KEY=VALUE"),
+        (["--migrate", "bandwidth=fast"], "bandwidth must be a number > 0"),
+        (["--migrate", "bandwidth={"], "KEY=VALUE"),
+        (["--scheduling", "larry:alpha={"], "name:parameter=value"),
         (["--autoscale", "nothing"], "freeness, ongoing"),
     ],
 )
@@ -158,3 +167,37 @@ def test_jobs_of_a_workload() -> None:
         jobs(Workload((Request(due=0.0, prompt_tokens=5),)))
     with pytest.raises(ValueError, match="no requests"):
         jobs(Workload(()))
+
+
+def test_migration_takes_numbers_as_the_docs_write_them(tmp_path: Path) -> None:
+    """The example of docs/simulator.md runs: 3e9 is a number, which YAML alone would read as a text."""
+    example = re.search(
+        r"`--migrate (threshold=\S+)`", (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    )
+    assert example is not None
+    assert arguments.settings(example[1])["bandwidth"] == 3e9
+    assert simulate(tmp_path, "--migrate", example[1])["runs"]
+
+
+def test_options_that_change_requests_hold_for_a_file_too(tmp_path: Path) -> None:
+    """Tiers, deadlines, cancellations and the window change the requests of a workload file as they do made ones."""
+    path = tmp_path / "work.jsonl"
+    make(30, arrivals="poisson:rate=30", seed=3).save(path)
+    options = ["--tiers", "1,1", "--cancel-rate", "1", "--cancel-delay", "0.001", "--context", "512"]
+    run = simulate(tmp_path, "--workload", str(path), *options)["runs"][0]
+    assert set(run["tiers"]) == {"0", "1"}
+    assert run["total"]["outcomes"] == {"cancelled": 30}
+    assert run["workload"]["scaled"]["to"] == 512
+    run = simulate(tmp_path, "--workload", str(path), "--deadline", "0.001")["runs"][0]
+    assert run["total"]["outcomes"] == {"unfinished": 30}
+
+
+@pytest.mark.parametrize("step", ["0.1", -0.1, None, 0])
+def test_step_times_that_cannot_be_are_refused(
+    step: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of step times whose figures are texts, negative or all nothing is no result of calibrate."""
+    cost = tmp_path / "cost.json"
+    cost.write_text(json.dumps({"seconds": dict.fromkeys(FIELDS, 0.0) | {"step": step}}))
+    assert main([*SMALL, "--fitted", str(cost), "--kv-blocks", "64", "--out", str(tmp_path / "x.json")]) == 1
+    assert "is not a result of" in " ".join(capsys.readouterr().out.split())

@@ -254,7 +254,7 @@ def test_flat_settings() -> None:
     assert (made.settings.tick_s, made.transfer.bandwidth) == (0.5, 1e9)
     with pytest.raises(ValueError, match="no setting speed"):
         migration({"speed": 1})
-    with pytest.raises(ValueError, match="bandwidth must be > 0"):
+    with pytest.raises(ValueError, match="bandwidth must be a number > 0"):
         migration({"bandwidth": 0})
     with pytest.raises(ValueError, match="message_s must be"):
         Cluster(fleet(migration=Migration(BY_DRAIN, Transfer(message_s=0.5))))

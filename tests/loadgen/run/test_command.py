@@ -208,3 +208,34 @@ def test_a_server_that_does_not_answer_is_named(tmp_path: Path, capsys: pytest.C
     assert status == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert re.search(r"first, short request failed: status 401", printed)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "nonsense", "", "ftp://x", "http://", "http://h:port"])
+def test_what_is_no_address_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An address without its scheme or host is named as what it is, with how to write one."""
+    with pytest.raises(SystemExit):
+        main(["run", url])
+    assert "write http://HOST:PORT, or handle:NAME" in " ".join(capsys.readouterr().err.split())
+
+
+def test_options_without_an_effect_are_told(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An SLO for a tier that no request has, and pages of metrics that cannot be read, do not pass in silence."""
+    status, found = run(server, tmp_path, "--slo", "7:ttft=5", "--metrics-url", "http://127.0.0.1:9/metrics")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (status, found["server_counters"]) == (0, None)
+    assert "no request is of tier 7" in printed
+    assert "metrics-url: none of the pages could be read" in printed
+
+
+def test_an_interrupt_before_the_first_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ctrl-C while the server is asked the first question ends with status 130 and a line."""
+
+    def rule(body: dict[str, Any], headers: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return {"pause": 60.0}
+
+    status, found = run(FakeServer(rule), tmp_path / "out")
+    assert (status, found) == (130, {})
+    assert "interrupted" in capsys.readouterr().out
