@@ -15,6 +15,7 @@ import numpy.typing as npt
 Times = npt.NDArray[np.float64]
 Curve = list[tuple[float, float]]  # [(duration s, rate requests/s), ...]
 EVEN = 1e-3  # below this the gamma's shape grows beyond what floats can draw, and no figure would show it
+MOST_PIECES = 1_000_000  # of a curve: some 100 MB and a second
 
 
 def unit_gaps(n: int, cv: float, rng: np.random.Generator) -> Times:
@@ -86,7 +87,7 @@ def drifting(
     """
     sigma = math.sqrt(math.log1p(spread * spread))
     # Cutting may lower the mean, by at most low/mean: enough pieces even then.
-    pieces = math.ceil(_enough(n, cv) / (step * min(mean, max(low, mean / 4)))) + 1
+    pieces = _few(_enough(n, cv) / (step * min(mean, max(low, mean / 4)))) + 1
     noise = rng.normal(0.0, sigma, pieces)
     state = np.empty(pieces)
     state[0] = noise[0]
@@ -106,7 +107,7 @@ def on_off(
     A burst lasts `on` seconds on average, lognormal, a silence `off`, gamma, each with the coefficient of variation
     given.
     """
-    bursts = math.ceil(2 * _enough(n, 1.0) / (peak * on)) + 10
+    bursts = _few(2 * _enough(n, 1.0) / (peak * on)) + 10
     sigma = math.sqrt(math.log1p(on_spread * on_spread))
     lasting = rng.lognormal(math.log(on) - sigma * sigma / 2, sigma, bursts)
     silent = off * unit_gaps(bursts, off_spread, rng)
@@ -116,15 +117,23 @@ def on_off(
 
 def ramp(first: float, last: float, seconds: float, step: float = 1.0) -> Curve:
     """From rate `first` to `last` in `seconds`, in steps, and then `last` for ever."""
-    pieces = max(1, round(seconds / step))
+    pieces = max(1, min(MOST_PIECES, round(seconds / step)))
     rates = first + (last - first) * (np.arange(pieces) + 0.5) / pieces
     return [*((seconds / pieces, float(rate)) for rate in rates), (math.inf, last)]
 
 
 def square(n: int, low: float, high: float, period: float, duty: float, cv: float = 1.0) -> Curve:
     """A square wave: the share `duty` of each `period` (s) at rate `high`, the rest at `low`, high first."""
-    periods = math.ceil(_enough(n, cv) / (period * (duty * high + (1 - duty) * low))) + 1
+    periods = _few(_enough(n, cv) / (period * (duty * high + (1 - duty) * low))) + 1
     return [*([(period * duty, high), (period * (1 - duty), low)] * periods), (math.inf, high)]
+
+
+def _few(pieces: float) -> int:
+    if pieces > MOST_PIECES:
+        raise ValueError(
+            f"curve: the rate changes {pieces:.3g} times until all have come; at most {MOST_PIECES} is possible"
+        )
+    return math.ceil(pieces)
 
 
 def _enough(n: int, cv: float) -> float:

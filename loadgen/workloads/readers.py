@@ -13,7 +13,7 @@ import numpy as np
 
 from loadgen.workloads import csv_traces, json_traces
 from loadgen.workloads.json_traces import Count, estimated
-from loadgen.workloads.rows import BadTrace, Reader, collect
+from loadgen.workloads.rows import MOST_SECONDS, BadTrace, Reader, collect
 from loadgen.workloads.workload import Workload, by_due
 
 ALLOWED = 0.01  # share of bad rows that is reported and left out; more is an error
@@ -80,8 +80,13 @@ def kind_of(path: Path) -> str:
 
 
 def faster(workload: Workload, speed: float) -> Workload:
-    """Time compressed by `speed`: the gaps keep their coefficient of variation."""
-    times = np.asarray([r.due for r in workload.requests]) / speed
+    """Time compressed by `speed`: the gaps keep their coefficient of variation. ValueError if it stretches too far."""
+    with np.errstate(over="ignore"):
+        times = np.asarray([r.due for r in workload.requests]) / speed
+    if len(times) and times[-1] > MOST_SECONDS:
+        raise ValueError(
+            f"speed, rate: the last request would be due at {times[-1]:g} s; at most {MOST_SECONDS:g} is possible"
+        )
     return workload.retimed(times, {"time_compressed": speed})
 
 

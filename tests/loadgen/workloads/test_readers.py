@@ -329,3 +329,10 @@ def test_one_stamp_far_away_costs_no_memory(trace: Callable[[str | bytes], Path]
     assert found["seconds"] > 2e11
     assert found["peak_1s"] == pytest.approx(found["seconds"], rel=1e-6)
     assert found["iod_1s"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("speed", [1e-300, 1e-320])
+def test_time_is_not_stretched_beyond_all_dates(speed: float, trace: Callable[[str | bytes], Path]) -> None:
+    """A factor that makes a time infinite, or as good as that, is refused: it could not be written either."""
+    with pytest.raises(ValueError, match="the last request would be due"):
+        readers.faster(readers.read(trace(AZURE)), speed)
