@@ -18,7 +18,7 @@ from loadgen.report import RESULTS, Stamp, Steps, show
 from loadgen.run.slo import Slos, slo_of, slos
 from loadgen.simulator import calibrate
 from loadgen.simulator.command import jobs
-from loadgen.simulator.hardware import DEVICES, MODELS, kv_blocks
+from loadgen.simulator.hardware import DEVICES, MODELS, check_split, kv_blocks
 from loadgen.simulator.step_cost import Roofline, StepCost
 from loadgen.workloads import command as workloads
 from loadgen.workloads.workload import Workload
@@ -159,6 +159,7 @@ def _machine(args: argparse.Namespace) -> tuple[Machine, StepCost, float | None]
     model = MODELS[args.model]
     if args.gpu is None and args.fitted is None:
         raise ValueError("gpu: name the device (--gpu), or give step times measured on this machine (--fitted FILE)")
+    check_split(model, args.tp)
     block_size = args.block_size or (16 if args.gpu else CPU_BLOCK)
     blocks = args.kv_blocks
     if blocks is None:

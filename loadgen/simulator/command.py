@@ -18,7 +18,7 @@ from loadgen import arguments
 from loadgen.metrics import RequestRecord, summarise
 from loadgen.report import RESULTS, Stamp, Steps, show
 from loadgen.simulator import calibrate, options
-from loadgen.simulator.hardware import DEVICES, GIB, MODELS, kv_blocks
+from loadgen.simulator.hardware import DEVICES, GIB, MODELS, check_split, kv_blocks
 from loadgen.simulator.step_cost import Roofline, StepCost
 from loadgen.workloads import command as workloads
 from policies.balancing import BALANCING
@@ -144,6 +144,7 @@ def _runs(args: argparse.Namespace, seeds: Sequence[int], console: Console) -> l
 def _shape(args: argparse.Namespace) -> Shape:
     from loadgen.simulator.engine import Shape
 
+    check_split(MODELS[args.model], args.tp)
     blocks = args.kv_blocks
     if blocks is None:
         if args.fitted is not None:

@@ -122,6 +122,12 @@ def named(kind: str, table: dict[str, Any], name: str) -> Any:
         raise ValueError(f"{kind}: there is no {name!r}; choose one of {', '.join(table)}") from None
 
 
+def check_split(model: Model, tp: int) -> None:
+    """ValueError if vLLM cannot split the model's heads over `tp` devices: whole ones each, or copies of KV heads."""
+    if model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
+        raise ValueError(f"tp: {model.heads} heads, {model.kv_heads} of KV, cannot be split over {tp} devices")
+
+
 def kv_blocks(model: Model, device: Device, tp: int = 1, block_size: int = 16, utilization: float = 0.9) -> int:
     """KV blocks that `tp` devices have room for beside the weights, as `gpu_memory_utilization` would give.
 

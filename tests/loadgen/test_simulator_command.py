@@ -100,6 +100,8 @@ FIELDS = ("step", "prefill_token", "prefill_request", "attention_pair", "decode"
     ("options", "complaint"),
     [
         (["--model", "llama-3-70b"], "take more devices (--tp)"),
+        (["--model", "llama-3-8b", "--tp", "3"], "cannot be split over 3 devices"),
+        (["--model", "qwen2.5-7b", "--tp", "7"], "cannot be split over 7 devices"),
         (["--fitted", "nowhere.json"], "--kv-blocks"),
         (["--fitted", "nowhere.json", "--kv-blocks", "64"], "nowhere.json"),
         (["--workload", "nowhere.jsonl"], "nowhere.jsonl"),
