@@ -160,6 +160,8 @@ def show(console: Console, title: str, columns: Sequence[str], rows: Iterable[Se
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, float) and math.isnan(value):
+        return "-"
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)

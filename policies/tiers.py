@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from policies.registry import PolicyError, number
 
 MAX_TIERS = 16
+SHORTEST_S = 0.001  # of a wait that lifts by a tier: steps of an engine take longer
 AUTO_LAMBDA = 2.5  # of the multi-tier paper's code: lambda = 2.5 / (K - 1)
 
 
@@ -25,6 +26,8 @@ class Tiers:
     aging_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        if not all(seconds >= SHORTEST_S for seconds in self.aging_s):
+            raise PolicyError(f"aging_s must be >= {SHORTEST_S:g} s, got {list(self.aging_s)}. 30 is usual.", "aging_s")
         if not 1 <= len(self.headroom) <= MAX_TIERS or len(self.aging_s) != len(self.headroom):
             raise PolicyError(f"there must be 1 to {MAX_TIERS} tiers, got {len(self.headroom)}. Merge some.", "tiers")
 

@@ -7,6 +7,9 @@ from app.config.docs import reference
 from app.config.errors import ConfigError
 from app.config.files import check_file
 
+if sys.argv[1:] in (["-h"], ["--help"]):
+    print(f"{__doc__} `python -m app config --help` has more.")
+    sys.exit()
 if len(sys.argv) == 1:
     print(reference(), end="")
     sys.exit()

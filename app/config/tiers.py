@@ -12,7 +12,7 @@ from app.config.errors import Problem, Refused, suggestion
 from policies.tiers import MAX_TIERS, Tiers, decaying_headroom
 
 _SECONDS: JsonDict = {"unit": "s"}
-_Seconds = Annotated[float, Field(gt=0, le=86_400, strict=True, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0.001, le=86_400, strict=True, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, strict=True, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, strict=True)]
 _STANDARD = "standard"

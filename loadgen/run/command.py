@@ -143,6 +143,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Run and write the results; status 1 if the run could not be made or answers differ from the reference."""
     try:
         bounds = slos(args.slo)
+        workloads.settle(args, args.workload)
         workload = _workload(args)
         reference = None if args.reference is None else results.read_reference(args.reference, workload.digest)
         keys = {} if args.keys is None else results.read_keys(args.keys)

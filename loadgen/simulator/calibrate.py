@@ -102,7 +102,7 @@ def read(path: Path) -> list[Measured]:
 
     ValueError names the line that cannot be used.
     """
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="replace") as file:
         reader = csv.DictReader(file)
         missing = {*Step._fields, "seconds"} - set(reader.fieldnames or ())
         if missing:

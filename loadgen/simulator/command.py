@@ -97,8 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_arguments(parser)
     work = parser.add_argument_group("workload")
     work.add_argument("--workload", type=Path, metavar="FILE", help="workload or trace file, instead of a made one")
-    workloads.add_model_arguments(parser)
-    parser.set_defaults(requests=1000, arrivals="poisson:rate=20")
+    workloads.add_model_arguments(parser, requests=1000, arrivals="poisson:rate=20")
     parser.add_argument(
         "--repeat", type=arguments.count, default=1, metavar="N", help="runs, with seeds from --seed on"
     )
@@ -111,8 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Simulate, print a table by tier, write the figures; status 1 and a message if something does not fit."""
     seeds = range(args.seed, args.seed + args.repeat)
-    stamp = Stamp("simulate", vars(args), seeds)
     try:
+        workloads.settle(args, args.workload)
+        stamp = Stamp("simulate", vars(args), seeds)
         runs = _runs(args, seeds, console)
     except (OSError, ValueError) as problem:
         console.print(f"[red]{escape(str(problem))}[/red]")

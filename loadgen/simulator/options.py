@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(SCALING.names())}; --replicas are those at the start",
     )
     defaults = Autoscaling()
-    fleet.add_argument("--min-replicas", type=int, default=defaults.least, help="default: %(default)s; 0: to zero")
+    fleet.add_argument(
+        "--min-replicas", type=arguments.whole, default=defaults.least, help="default: %(default)s; 0: to zero"
+    )
     fleet.add_argument("--max-replicas", type=arguments.count, default=None, help="default: twice --replicas")
     for name, value, what in (
         ("startup-s", defaults.startup_s, "from the decision until a replica takes requests"),

@@ -51,7 +51,7 @@ class Replayed:
 
 def read(path: Path) -> list[dict[str, str]]:
     """Rows of a step log as text; ValueError names what is missing."""
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="replace") as file:
         reader = csv.DictReader(file)
         if missing := set(COLUMNS) - set(reader.fieldnames or ()):
             raise ValueError(f"{path}: is no step log, there is no column {', '.join(sorted(missing))}")

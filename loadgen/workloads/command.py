@@ -43,17 +43,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     look.set_defaults(workload=read_from, out=None)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that make a workload from models."""
-    parser.add_argument("--requests", type=arguments.count, default=200, help="default: %(default)s")
-    parser.add_argument("--lengths", default="chat", metavar="MODEL", help=models(LENGTHS) + "; default: %(default)s")
+def add_model_arguments(parser: argparse.ArgumentParser, requests: int = 200, arrivals: str = "poisson:rate=1") -> None:
+    """Options that make a workload from models, and how many requests and which arrivals if none are named."""
+    made = {"requests": requests, "lengths": "chat", "arrivals": arrivals}
+    parser.set_defaults(made=made)
+    parser.add_argument("--requests", type=arguments.count, help=f"default: {requests}")
+    parser.add_argument("--lengths", metavar="MODEL", help=f"{models(LENGTHS)}; default: {made['lengths']}")
     parser.add_argument(
-        "--arrivals",
-        default="poisson:rate=1",
-        metavar="MODEL",
-        help=models(ARRIVALS) + " | trace:FILE[,rate=N]; default: %(default)s",
+        "--arrivals", metavar="MODEL", help=f"{models(ARRIVALS)} | trace:FILE[,rate=N]; default: {arrivals}"
     )
     add_change_arguments(parser)
+
+
+def settle(args: argparse.Namespace, file: Path | None) -> None:
+    """Fill in what `add_model_arguments` lets open; ValueError for an option that has no meaning beside a file."""
+    for name, default in vars(args).pop("made").items():
+        if getattr(args, name) is None:
+            setattr(args, name, None if file is not None else default)
+        elif file is not None:
+            remedy = "leave it out, or change the file with `python -m loadgen workload read`"
+            raise ValueError(f"{name}: --{name} is for requests that models make, {file} has its own: {remedy}")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,6 +165,8 @@ def changed(workload: Workload, args: argparse.Namespace) -> Workload:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Make or read the workload, write it if a file is named, print what is in it; status 1 if it cannot be had."""
     try:
+        if "made" in args:
+            settle(args, None)
         workload: Workload = args.workload(args)
         if args.out is not None:
             workload.save(args.out)

@@ -78,7 +78,7 @@ def test_headroom_of_a_tier_wins_over_the_formula() -> None:
         ),
         ({"levels": levels("7")}, "tiers.levels[0].name", "matching", "allowed value"),
         ({"levels": [{}]}, "tiers.levels[0].name", "text", "add it"),
-        ({"levels": levels("a", aging_s=0)}, "tiers.levels[0].aging_s", "> 0", "default 30.0"),
+        ({"levels": levels("a", aging_s=0)}, "tiers.levels[0].aging_s", ">= 0.001", "default 30.0"),
         ({"levels": levels("a", headroom=1.5)}, "tiers.levels[0].headroom", "<= 1", "default null"),
         ({"levels": levels("a", max_queued=0)}, "tiers.levels[0].max_queued", ">= 1 or null", "default null"),
         ({"levels": levels("a", priority=1)}, "tiers.levels[0].priority", "name", "place in the list"),

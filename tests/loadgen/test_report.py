@@ -53,6 +53,13 @@ def test_tables_show_brackets(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in printed
 
 
+def test_tables_show_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there is no figure there is a dash."""
+    report.show(Console(), "x", ("", "p50"), [("ttft", math.nan)])
+    assert "nan" not in (out := capsys.readouterr().out)
+    assert "-" in out
+
+
 def test_results_are_json_for_every_reader(tmp_path: Path) -> None:
     """A figure that is no number is null in the file: nan is no JSON, and many readers refuse the whole file."""
     path = report.Stamp("x", {}, []).write({"p50": math.nan, "list": [math.inf, 1.0]}, tmp_path / "x.json")

@@ -15,13 +15,14 @@ from loadgen.simulator.command import jobs
 from loadgen.workloads.make import make
 from loadgen.workloads.workload import Request, Workload
 
-SMALL = ["simulate", "--model", "smollm2-135m", "--device", "l4-24g", "--replicas", "2", "--requests", "40"]
+FLEET = ["simulate", "--model", "smollm2-135m", "--device", "l4-24g", "--replicas", "2"]
+SMALL = [*FLEET, "--requests", "40"]
 
 
 def simulate(tmp_path: Path, *options: str) -> dict[str, Any]:
     """The result file of one small run."""
     out = tmp_path / "result.json"
-    assert main([*SMALL, *options, "--out", str(out)]) == 0
+    assert main([*(FLEET if "--workload" in options else SMALL), *options, "--out", str(out)]) == 0
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -104,7 +105,8 @@ FIELDS = ("step", "prefill_token", "prefill_request", "attention_pair", "decode"
         (["--model", "qwen2.5-7b", "--tp", "7"], "cannot be split over 7 devices"),
         (["--fitted", "nowhere.json"], "--kv-blocks"),
         (["--fitted", "nowhere.json", "--kv-blocks", "64"], "nowhere.json"),
-        (["--workload", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--workload", "nowhere.jsonl"], "requests: --requests is for requests that models make, nowhere.jsonl has"),
+        (["--tiers", "1,1", "--aging-s", "1e-300"], "aging_s must be >= 0.001 s"),
         (["--arrivals", "poisson"], "poisson needs rate"),
         (["--tiers", "uniform", "--tier-count", "17"], "a fleet 16 at most"),
         (["--kill", "2@1"], "name a replica below 2"),
@@ -121,6 +123,12 @@ def test_what_does_not_fit_is_said(
     """What cannot be simulated ends with status 1 and a sentence, not with a traceback."""
     assert main([*SMALL, *options, "--out", str(tmp_path / "x.json")]) == 1
     assert complaint in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_workload_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file that cannot be read is in the message."""
+    assert main([*FLEET, "--workload", "nowhere.jsonl", "--out", str(tmp_path / "x.json")]) == 1
+    assert "No such file or directory: 'nowhere.jsonl'" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

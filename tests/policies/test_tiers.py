@@ -71,6 +71,14 @@ def test_aging_lifts_by_one_for_each_aging_time(tier: int, aging_s: float, waite
     assert tiers.effective(tier, tier * aging_s * (1 + 1e-9)) == 0
 
 
+@pytest.mark.parametrize("aging_s", [0.0, 1e-300, math.nan, -1.0])
+def test_a_wait_shorter_than_a_step_lifts_nobody(aging_s: float) -> None:
+    """An aging time that no clock of an engine can follow is refused, by its name."""
+    with pytest.raises(PolicyError) as refused:
+        Tiers((0.1, 0.1), (30.0, aging_s))
+    assert refused.value.field == "aging_s"
+
+
 def test_a_tier_that_does_not_age_stays() -> None:
     """With an infinite aging time no wait changes the tier."""
     assert SINGLE.effective(0, 1e12) == 0

@@ -93,7 +93,7 @@ def test_requests_carry_tier_session_key_and_fields(
     keys.write_text('{"acme": "sk-acme"}')
     out = tmp_path / "out"
     options = ["--workload", str(path), "--keys", str(keys), "--body", '{"seed": 7}', "--api", "completions"]
-    status, _ = run(server, out, *options, "--template-tokens", "0")
+    status, _ = run(server, out, *options, "--template-tokens", "0", model=[])
     assert status == 0
     (where, body, first), (_, _, second) = server.asked
     assert where == "/v1/completions"
