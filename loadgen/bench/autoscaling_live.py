@@ -200,11 +200,11 @@ def _print(console: Console, result: dict[str, Any]) -> None:
             run["reversals"],
             "never" if run["to_min_s"] is None else run["to_min_s"],
             run["not_ok"],
-            str(run["moves"]),
+            sum(outcomes.get("done", 0) for outcomes in run["moves"].values()),
         )
         for run in result["runs"]
     ]
-    heads = ("", "TTFT p50, s", "p95", "replica-s", "most", "reversals", "to min, s", "not whole", "moves")
+    heads = ("", "TTFT p50, s", "p95", "replica-s", "most", "reversals", "to min, s", "not whole", "moved")
     show(console, "a step of load on a real fleet", heads, rows)
     show(
         console,
