@@ -86,7 +86,7 @@ class Server:
 
     def named(self, part: str) -> list[psutil.Process]:
         """The living processes whose command line contains `part`, oldest first."""
-        found = [p for p in self.processes() if part in _title(p)]
+        found = [p for p in self.processes() if part in title(p)]
         return sorted(found, key=lambda p: p.create_time())
 
     def shared_memory(self) -> list[str]:
@@ -107,7 +107,7 @@ class Server:
             while (left := self.processes()) and time.monotonic() < deadline:
                 self.process.poll()
                 time.sleep(0.2)
-            described = [f"{p.pid} {_title(p)[:100]}" for p in left] + self.shared_memory()
+            described = [f"{p.pid} {title(p)[:100]}" for p in left] + self.shared_memory()
         finally:  # an interrupted wait must not leave a fleet running either
             for process in left:
                 with suppress(psutil.NoSuchProcess):
@@ -132,7 +132,8 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def _title(process: psutil.Process) -> str:
+def title(process: psutil.Process) -> str:
+    """Its command line, or its name, or ? once it is gone."""
     try:
         return " ".join(process.cmdline()) or process.name()
     except psutil.Error:

@@ -19,7 +19,7 @@ import yaml
 
 from .moves import ANSWERED_WITHIN_S, Load, Mover, Request, Unmoved, reading
 from .probe import CallFailed
-from .servers import MAX_NUM_SEQS, ROOT, Server, ray_environment, until
+from .servers import MAX_NUM_SEQS, ROOT, Server, ray_environment, title, until
 from .shapes import CHAT, STREAM, chat
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -97,7 +97,7 @@ def deploy(elastic: Server, mover: Mover, change: Callable[[dict[str, Any]], Non
 
 def engine_of(pid: int) -> psutil.Process:
     """The EngineCore of an engine replica's process."""
-    (engine,) = (p for p in psutil.Process(pid).children(recursive=True) if ENGINE in " ".join(p.cmdline()))
+    (engine,) = (p for p in psutil.Process(pid).children(recursive=True) if ENGINE in title(p))  # others come and go
     return engine
 
 
